@@ -1,0 +1,115 @@
+"""Errors that name the site and the way out, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+from numpyro.util import not_jax_tracer
+
+from numpyro_mhbt.plates import Batch, Plate, first_rows, plates_of
+from numpyro_mhbt.target import Data, by_row, site_log_probs
+
+_CHUNK = 2**14
+
+
+def check_sites(
+    sites: Mapping[str, Mapping[str, Any]], plates: tuple[Plate, ...]
+) -> None:
+    """Refuse discrete latent sites and latent sites inside a subsampled plate."""
+    for name, site in sites.items():
+        if site["type"] != "sample" or site["is_observed"]:
+            continue
+        inside = [p for p in plates_of(site, plates) if p.subsample_size < p.size]
+        if inside:
+            raise ValueError(
+                f"Latent site '{name}' is inside the subsampled plate "
+                f"'{inside[0].name}', where only rows of the batch have a value. Move it "
+                "out of the plate (and index it by the rows), marginalise it, or drop "
+                "`subsample_size`."
+            )
+        if site["fn"].support.is_discrete:
+            raise ValueError(
+                f"Latent site '{name}' is discrete, and MHBT moves in continuous "
+                "space. Marginalise it, for example with `dist.MixtureSameFamily`."
+            )
+
+
+def check_names(
+    what: str, values: Mapping[str, Any], latent: Mapping[str, Any]
+) -> None:
+    """Refuse values that are not one for each latent site."""
+    if set(values) != set(latent):
+        raise ValueError(
+            f"`{what}` must have a value for each latent site {sorted(latent)}, "
+            f"got {sorted(values)}."
+        )
+
+
+def finite_sites(log_probs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Whether each site has a density."""
+    return {name: jnp.all(jnp.isfinite(x)) for name, x in log_probs.items()}
+
+
+def check_start(finite: Mapping[str, jax.Array]) -> None:
+    """Refuse an initial point without density, given :func:`finite_sites` of it."""
+    bad = [
+        f"'{name}'"
+        for name, ok in finite.items()
+        if not_jax_tracer(ok) and not np.all(ok)
+    ]
+    if bad:
+        raise ValueError(
+            "The initial point has zero density, or the data contain NaN: the "
+            f"log-density of site(s) {', '.join(bad)} is not finite. Check the data "
+            "there, mask missing values, or choose another `init_strategy` or "
+            "`init_params`."
+        )
+
+
+def nan_rows(
+    model: Callable, data: Data, z: dict[str, Any]
+) -> dict[str, dict[str, jax.Array]]:
+    """
+    By plate and site, the first row in each chunk whose log-density is NaN, or -1.
+
+    One pass over all rows of each plate, in chunks.
+    """
+    others = first_rows(data.plates)
+    return {p.name: _nan_rows(model, data, z, others, p) for p in data.plates}
+
+
+def _nan_rows(
+    model: Callable, data: Data, z: dict[str, Any], others: Batch, plate: Plate
+) -> dict[str, jax.Array]:
+    chunk = min(plate.size, max(plate.subsample_size, _CHUNK))
+
+    def first_nan(start: jax.Array) -> dict[str, jax.Array]:
+        rows = start + jnp.arange(chunk)
+        log_probs, sites = site_log_probs(model, data, z, {**others, plate.name: rows})
+        found = {}
+        for name, log_prob in log_probs.items():
+            if plates_of(sites[name], (plate,)):
+                nan = jnp.isnan(by_row(sites[name], log_prob, (plate,)))
+                found[name] = jnp.where(jnp.any(nan), rows[jnp.argmax(nan)], -1)
+        return found
+
+    starts = jnp.minimum(jnp.arange(0, plate.size, chunk), plate.size - chunk)
+    return lax.map(first_nan, starts)
+
+
+def check_rows(found: Mapping[str, Mapping[str, jax.Array]]) -> None:
+    """Refuse data with NaN, given :func:`nan_rows` of them."""
+    for plate, by_site in found.items():
+        for name, rows in by_site.items():
+            bad = rows[rows >= 0]
+            if bad.size:
+                raise ValueError(
+                    f"The log-density of site '{name}' is NaN at row {bad[0]} of plate "
+                    f"'{plate}': the data contain NaN. Drop such rows, or mask them "
+                    "with `numpyro.handlers.mask`."
+                )

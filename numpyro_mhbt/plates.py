@@ -1,0 +1,191 @@
+"""Subsampled plates: find them, draw their rows in O(m), see them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer import init_to_sample
+from numpyro.primitives import Messenger
+
+Batch = Mapping[str, jax.Array]
+"""Rows in use, keyed by the name of the subsampled plate."""
+
+# Below this size a sort is cheap and uniform over all subsets; above it the keyed
+# bijection is indistinguishable from uniform (see tests/test_plates.py).
+_SORT_BELOW = 512
+_ROUNDS = 6
+
+
+class Plate(NamedTuple):
+    """A plate that was given a ``subsample_size``."""
+
+    name: str
+    size: int
+    subsample_size: int
+
+    @property
+    def weight(self) -> float:
+        """What one row of the batch stands for: n / m."""
+        return self.size / self.subsample_size
+
+
+class full_data(Messenger):
+    """
+    The same model with every subsampled plate whole.
+
+    ArviZ, :class:`~numpyro.infer.util.Predictive` and
+    :func:`~numpyro.infer.util.log_likelihood` then see all rows in their order
+    instead of one random batch.
+
+    :param fn: a NumPyro model.
+
+    **Example**
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro import handlers
+        >>> from numpyro_mhbt import full_data
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal())
+        ...     with numpyro.plate("N", len(y), subsample_size=2) as idx:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[idx])
+        >>> whole = handlers.seed(full_data(model), 0)
+        >>> handlers.trace(whole).get_trace(jnp.arange(5.0))["y"]["value"].tolist()
+        [0.0, 1.0, 2.0, 3.0, 4.0]
+    """
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "plate" and msg["value"] is None:
+            size, _ = msg["args"]
+            msg["args"], msg["value"] = (size, size), jnp.arange(size)
+
+
+class with_rows(Messenger):
+    """The same model on the given rows of its plates (any number of them)."""
+
+    def __init__(self, fn: Callable, batch: Batch) -> None:
+        self.batch = batch
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "plate" and msg["name"] in self.batch:
+            size, _ = msg["args"]
+            rows = self.batch[msg["name"]]
+            msg["args"], msg["value"] = (size, rows.shape[0]), rows
+
+
+def structure(model: Callable, args: tuple, kwargs: dict) -> dict[str, dict[str, Any]]:
+    """
+    What each site of the model is and where it stands, without computing anything.
+
+    The result is a trace whose values, distributions and scales are shapes only.
+    """
+    sites: dict[str, dict[str, Any]] = {}
+
+    def record() -> None:
+        seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
+        sites.update(trace(seeded).get_trace(*args, **kwargs))
+
+    jax.eval_shape(record)
+    return sites
+
+
+def find_plates(sites: Mapping[str, Mapping[str, Any]]) -> tuple[Plate, ...]:
+    """The plates of a :func:`structure` that were given a ``subsample_size``."""
+    plates = []
+    for name, site in sites.items():
+        if site["type"] == "plate" and site["args"][1] is not None:
+            size, subsample_size = site["args"]
+            if not 0 < subsample_size <= size:
+                raise ValueError(
+                    f"plate '{name}' has subsample_size={subsample_size}, which must "
+                    f"lie between 1 and its size {size}."
+                )
+            plates.append(Plate(name, size, subsample_size))
+    return tuple(plates)
+
+
+def plates_of(site: Mapping[str, Any], plates: tuple[Plate, ...]) -> tuple[Plate, ...]:
+    """Those of ``plates`` in which the site stands."""
+    names = {frame.name for frame in site["cond_indep_stack"]}
+    return tuple(plate for plate in plates if plate.name in names)
+
+
+def is_subsampled(plates: tuple[Plate, ...]) -> bool:
+    """Whether any of the plates leaves rows out."""
+    return any(plate.subsample_size < plate.size for plate in plates)
+
+
+def first_rows(plates: tuple[Plate, ...]) -> Batch:
+    """The batch of the first rows."""
+    return {plate.name: jnp.arange(plate.subsample_size) for plate in plates}
+
+
+def draw_batch(rng_key: jax.Array, plates: tuple[Plate, ...]) -> Batch:
+    """A fresh batch: rows of each plate, uniformly without replacement."""
+    if len(plates) == 1:
+        (plate,) = plates
+        return {plate.name: draw_rows(rng_key, plate.size, plate.subsample_size)}
+    keys = random.split(rng_key, max(len(plates), 1))
+    return {
+        plate.name: draw_rows(key, plate.size, plate.subsample_size)
+        for plate, key in zip(plates, keys, strict=False)
+    }
+
+
+def draw_rows(rng_key: jax.Array, n: int, m: int) -> jax.Array:
+    """
+    ``m`` distinct rows out of ``n``, uniformly, in O(m) time and memory.
+
+    Rows 0 to m - 1 are sent through a keyed bijection of {0, ..., n - 1}: an
+    alternating (mixed radix) Feistel network on pairs (l, r) in Z_a x Z_b, where
+    a b is the smallest product not below n. What falls into the small overhang
+    beyond n is sent through again (cycle walking), which keeps the map a bijection.
+    """
+    if m == n:
+        return jnp.arange(n)
+    if n <= _SORT_BELOW:
+        return random.permutation(rng_key, n)[:m]
+    a, b = _radices(n)
+    *round_keys, shift = random.bits(rng_key, (_ROUNDS + 1,), jnp.uint32)
+
+    def permute(x: jax.Array) -> jax.Array:
+        left, right = x % np.uint32(a), x // np.uint32(a)
+        for i, key in enumerate(round_keys):
+            if i % 2 == 0:
+                left = (left + _hash(right ^ key) % np.uint32(a)) % np.uint32(a)
+            else:
+                right = (right + _hash(left ^ key) % np.uint32(b)) % np.uint32(b)
+        return left + np.uint32(a) * right
+
+    rows = permute(jnp.arange(m, dtype=jnp.uint32))
+    if a * b > n:
+        rows = lax.while_loop(
+            lambda x: jnp.any(x >= n), lambda x: jnp.where(x >= n, permute(x), x), rows
+        )
+    # The random shift makes the chance of each single row exactly m / n.
+    rows = (rows + shift % np.uint32(n)) % np.uint32(n)
+    return rows.astype(jnp.int32)
+
+
+def _radices(n: int) -> tuple[int, int]:
+    """a <= b with a b >= n, the overhang smallest, neither far from sqrt(n)."""
+    root = int(np.sqrt(n))
+    a = np.arange(max(root // 2, 1), root + 1)
+    b = -(-n // a)
+    best = np.argmin(a * b)
+    return int(a[best]), int(b[best])
+
+
+def _hash(x: jax.Array) -> jax.Array:
+    """Wellons' low-bias 32-bit integer hash ("lowbias32")."""
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)

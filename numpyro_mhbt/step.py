@@ -1,0 +1,94 @@
+"""Algorithm 1 of the paper: one Metropolis-Hastings step on the pair (θ, batch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+
+from numpyro_mhbt.plates import Batch
+from numpyro_mhbt.proposals import Knobs, Proposal
+
+
+class Point(NamedTuple):
+    """A point of the augmented space: θ and all that is ever needed of its batch."""
+
+    z: jax.Array
+    """θ, unconstrained and flat."""
+    value: jax.Array
+    """L_I(θ), the tempered log-density on the batch I."""
+    grad: jax.Array
+    """∇L_I(θ); zero where the proposal does not use it."""
+    potential_energy: jax.Array
+    noise_variance: jax.Array
+
+
+class Info(NamedTuple):
+    """What happened in a step."""
+
+    accept_prob: jax.Array
+    accepted: jax.Array
+    diverging: jax.Array
+    forward: jax.Array
+
+
+def step(
+    rng_key: jax.Array,
+    point: Point,
+    draw: Callable[[jax.Array], Batch],
+    evaluate: Callable[[jax.Array, Batch], Point],
+    proposal: Proposal,
+    knobs: Knobs,
+    mass_sqrt_inv: jax.Array,
+    refresh: bool,
+) -> tuple[Point, Info]:
+    """
+    Propose θ' with the gradient of the current batch and a fresh batch I', and accept
+    both or neither with probability
+
+        min{1, q_I'(θ' → θ) exp L_I'(θ') / (q_I(θ → θ') exp L_I(θ))}.
+
+    The value and gradient of the current point belong to *its* batch and are kept: to
+    draw them anew after a rejection (``refresh``) is another chain with another target.
+
+    :param draw: key to batch.
+    :param evaluate: θ and batch to :class:`Point`.
+    :param mass_sqrt_inv: W with inverse mass matrix W' W (diagonal: a vector).
+    """
+    key_move, key_batch, key_accept = random.split(rng_key, 3)
+    grad = _whiten(mass_sqrt_inv, point.grad)
+    move = proposal.draw(key_move, grad, knobs)
+    batch = draw(key_batch)
+    new = evaluate(point.z + _unwhiten(mass_sqrt_inv, move.displacement), batch)
+
+    log_ratio = (
+        new.value
+        - point.value
+        + proposal.log_ratio(move, grad, _whiten(mass_sqrt_inv, new.grad), knobs)
+    )
+    diverging = ~jnp.isfinite(new.value) | jnp.isnan(log_ratio)
+    log_ratio = jnp.where(diverging, -jnp.inf, log_ratio)
+    accepted = jnp.log(random.uniform(key_accept, dtype=log_ratio.dtype)) < log_ratio
+
+    kept = point
+    if refresh:
+        kept = lax.cond(accepted, lambda: point, lambda: evaluate(point.z, batch))
+    point = jax.tree.map(lambda x, y: jnp.where(accepted, x, y), new, kept)
+    info = Info(
+        jnp.exp(jnp.minimum(log_ratio, 0.0)),
+        accepted.astype(jnp.int32),
+        diverging,
+        move.forward.astype(jnp.int32),
+    )
+    return point, info
+
+
+def _whiten(mass_sqrt_inv: jax.Array, grad: jax.Array) -> jax.Array:
+    return mass_sqrt_inv @ grad if mass_sqrt_inv.ndim == 2 else mass_sqrt_inv * grad
+
+
+def _unwhiten(mass_sqrt_inv: jax.Array, move: jax.Array) -> jax.Array:
+    return _whiten(mass_sqrt_inv.T, move)
