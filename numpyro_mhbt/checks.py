@@ -28,9 +28,9 @@ def check_sites(
         if inside:
             raise ValueError(
                 f"Latent site '{name}' is inside the subsampled plate "
-                f"'{inside[0].name}', where only rows of the batch have a value. Move it "
-                "out of the plate (and index it by the rows), marginalise it, or drop "
-                "`subsample_size`."
+                f"'{inside[0].name}', where only rows of the batch have values. Move "
+                "it out of the plate (and index it by the rows), marginalise it, or "
+                "drop `subsample_size`."
             )
         if site["fn"].support.is_discrete:
             raise ValueError(

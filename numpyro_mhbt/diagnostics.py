@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import warnings
 
+import jax
 import numpy as np
+from numpyro.util import not_jax_tracer
 
 from numpyro_mhbt.adaptation import acceptance_ceiling
+from numpyro_mhbt.target import Data
 
 _STUCK = 0.005
 _LOUD = 10.0
+_LARGE = 2**28
+
+
+def hint_large_constants(data: Data) -> None:
+    """Say how to keep large data out of the program that NumPyro compiles."""
+    leaves = jax.tree.leaves((data.args, data.kwargs))
+    size = sum(
+        x.nbytes for x in leaves if isinstance(x, jax.Array) and not_jax_tracer(x)
+    )
+    if size > _LARGE:
+        warnings.warn(
+            f"MHBT: {size / 2**20:.0f} MiB of data are compiled into the program as "
+            "constants, which takes time and copies them. "
+            "`MCMC(..., jit_model_args=True)` passes them as arguments instead.",
+            stacklevel=2,
+        )
 
 
 def warn_after_warmup(accept_prob: np.ndarray, noise_variance: np.ndarray) -> None:

@@ -25,7 +25,7 @@ from numpyro_mhbt.checks import (
     finite_sites,
 )
 from numpyro_mhbt.control import Taylor
-from numpyro_mhbt.diagnostics import warn_after_warmup
+from numpyro_mhbt.diagnostics import hint_large_constants, warn_after_warmup
 from numpyro_mhbt.plates import Batch, draw_batch, first_rows, full_data
 from numpyro_mhbt.proposals import RSGLD, Knobs, Proposal
 from numpyro_mhbt.setup import (
@@ -34,6 +34,7 @@ from numpyro_mhbt.setup import (
     choose_temperature,
     find_batch_sites,
     initial_params,
+    jit_with,
     make_setup,
     read,
     replay,
@@ -49,6 +50,7 @@ class MHBTState(NamedTuple):
 
      - **i** - number of draws so far, warm-up included.
      - **z** - latent values in unconstrained space.
+     - **batch** - rows of each subsampled plate that ``z`` was accepted with.
      - **log_density** - tempered log-density of ``z`` on its batch, less the control
        variate, up to a constant.
      - **z_grad** - its gradient, flat.
@@ -70,6 +72,7 @@ class MHBTState(NamedTuple):
 
     i: jax.Array
     z: dict[str, Any]
+    batch: Batch
     log_density: jax.Array
     z_grad: jax.Array
     potential_energy: jax.Array
@@ -253,10 +256,12 @@ class MHBT(MCMCKernel):
             setup = self._setup(data, sites, temperature)
         if init_params is not None:
             check_names("init_params", init_params, setup.z)
-        start = partial(self._start, data, temperature, setup)
-        if not is_prng_key(rng_key):
-            start = jax.vmap(start)
-        state, finite = jax.jit(start)(rng_key, init_params)
+        lift = _as_is if is_prng_key(rng_key) else jax.vmap
+
+        def start(data: Data, *chain: Any) -> tuple[MHBTState, dict[str, jax.Array]]:
+            return lift(partial(self._start, data, temperature, setup))(*chain)
+
+        state, finite = jit_with(data, start)(rng_key, init_params)
         check_start(finite)
         return state
 
@@ -264,6 +269,7 @@ class MHBT(MCMCKernel):
         self, state: MHBTState, model_args: tuple, model_kwargs: dict[str, Any] | None
     ) -> MHBTState:
         data, _ = read(self._model, model_args, model_kwargs)
+        hint_large_constants(data)
         vectorized = jnp.ndim(state.i) == 1
         lift = jax.vmap if vectorized else _as_is
         state = lift(partial(self._draw, data))(state)
@@ -287,6 +293,18 @@ class MHBT(MCMCKernel):
                 state.noise_variance,
             )
         return state
+
+    def refresh(
+        self, state: MHBTState, model_args: tuple, model_kwargs: dict[str, Any] | None
+    ) -> MHBTState:
+        data, _ = read(self._model, model_args, model_kwargs)
+
+        def evaluate(state: MHBTState) -> MHBTState:
+            flat, unravel = ravel_pytree(state.z)
+            evaluate = self._evaluate(data, unravel, state.temperature, state.shared)
+            return state._replace(**_at(evaluate(flat, state.batch), unravel))
+
+        return jax.vmap(evaluate)(state) if jnp.ndim(state.i) else evaluate(state)
 
     # NumPyro runs `init` again on resume unless this exists. Ours keeps nothing on
     # `self` that `sample` would miss.
@@ -320,15 +338,16 @@ class MHBT(MCMCKernel):
     def _setup(
         self, data: Data, sites: dict[str, dict[str, Any]], temperature: float
     ) -> Setup:
-        setup = jax.jit(
-            lambda: make_setup(
-                self._model,
-                data,
-                temperature,
-                self._control_variate,
-                self._init_strategy,
-                self._temper_prior,
-            )
+        setup = jit_with(
+            data,
+            partial(
+                make_setup,
+                model=self._model,
+                temperature=temperature,
+                control_variate=self._control_variate,
+                init_strategy=self._init_strategy,
+                temper_prior=self._temper_prior,
+            ),
         )()
         check_start(setup.finite)
         check_rows(setup.nan_rows)
@@ -365,11 +384,7 @@ class MHBT(MCMCKernel):
         adapt_state = self._adapter().init(flat, number(self._proposal.step_size))
         state = MHBTState(
             i=jnp.zeros((), jnp.int32),
-            z=z,
-            log_density=point.value,
-            z_grad=point.grad,
-            potential_energy=point.potential_energy,
-            noise_variance=point.noise_variance,
+            **_at(point, unravel),
             accept_prob=number(0),
             mean_accept_prob=number(0),
             accepted=jnp.zeros((), jnp.int32),
@@ -404,6 +419,7 @@ class MHBT(MCMCKernel):
         )
         point = Point(
             flat,
+            state.batch,
             state.log_density,
             state.z_grad,
             state.potential_energy,
@@ -428,11 +444,7 @@ class MHBT(MCMCKernel):
         mean = state.mean_accept_prob
         return state._replace(
             i=i,
-            z=unravel(point.z),
-            log_density=point.value,
-            z_grad=point.grad,
-            potential_energy=point.potential_energy,
-            noise_variance=point.noise_variance,
+            **_at(point, unravel),
             mean_accept_prob=mean + (info.accept_prob - mean) / since,
             rng_key=rng_key,
             **info._asdict(),
@@ -457,6 +469,18 @@ class MHBT(MCMCKernel):
             data.num_rows / state.temperature,
             state.adapt_state,
         )
+
+
+def _at(point: Point, unravel: Callable) -> dict[str, Any]:
+    """The fields of the state that belong to a point."""
+    return {
+        "z": unravel(point.z),
+        "batch": point.batch,
+        "log_density": point.value,
+        "z_grad": point.grad,
+        "potential_energy": point.potential_energy,
+        "noise_variance": point.noise_variance,
+    }
 
 
 def _as_is(fn: Callable) -> Callable:

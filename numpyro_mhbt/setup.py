@@ -66,6 +66,23 @@ def _to_jax(x: Any) -> Any:
     return x
 
 
+def jit_with(data: Data, fn: Callable) -> Callable:
+    """
+    ``jit`` of ``partial(fn, data)`` to which the arrays in ``data`` are arguments.
+
+    As constants of the program they would be copied several times by the compiler.
+    """
+    leaves, tree = jax.tree.flatten((data.args, data.kwargs))
+    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+
+    def run(arrays: dict[int, jax.Array], *rest: Any) -> Any:
+        merged = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(tree, merged)
+        return fn(data._replace(args=args, kwargs=kwargs), *rest)
+
+    return partial(jax.jit(run), arrays)
+
+
 def choose_temperature(
     data: Data, c_n: float | None, temperature: float | None
 ) -> float:
@@ -88,8 +105,8 @@ def choose_temperature(
 
 
 def make_setup(
-    model: Callable,
     data: Data,
+    model: Callable,
     temperature: float,
     control_variate: Taylor | None,
     init_strategy: Callable,
@@ -180,8 +197,8 @@ def find_batch_sites(
         return frozenset()
     first = first_rows(data.plates)
     last = {plate.name: plate.size - 1 - first[plate.name] for plate in data.plates}
-    one, other = jax.jit(
-        lambda: [replay(model, data, rows, z) for rows in (first, last)]
+    one, other = jit_with(
+        data, lambda data: [replay(model, data, rows, z) for rows in (first, last)]
     )()
     return frozenset(
         name

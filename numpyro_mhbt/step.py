@@ -14,10 +14,12 @@ from numpyro_mhbt.proposals import Knobs, Proposal
 
 
 class Point(NamedTuple):
-    """A point of the augmented space: θ and all that is ever needed of its batch."""
+    """A point (θ, I) of the augmented space, and what is known there."""
 
     z: jax.Array
     """θ, unconstrained and flat."""
+    batch: Batch
+    """I"""
     value: jax.Array
     """L_I(θ), the tempered log-density on the batch I."""
     grad: jax.Array

@@ -176,7 +176,7 @@ def make_evaluate(
             value = terms.prior + likelihood / temperature + terms.log_det
         energy = -(terms.prior + terms.exact + total(terms.rows) + terms.log_det)
         noise = noise_variance(rows) / temperature**2
-        return value, Point(z, value, jnp.zeros_like(z), energy, noise)
+        return value, Point(z, batch, value, jnp.zeros_like(z), energy, noise)
 
     def evaluate(z: jax.Array, batch: Batch) -> Point:
         if not gradient:
