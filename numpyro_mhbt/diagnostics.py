@@ -8,11 +8,10 @@ import jax
 import numpy as np
 from numpyro.util import not_jax_tracer
 
-from numpyro_mhbt.adaptation import acceptance_ceiling
 from numpyro_mhbt.target import Data
 
 _STUCK = 0.005
-_LOUD = 10.0
+_LOUD = 0.03
 _LARGE = 2**28
 
 
@@ -31,7 +30,7 @@ def hint_large_constants(data: Data) -> None:
         )
 
 
-def warn_after_warmup(accept_prob: np.ndarray, noise_variance: np.ndarray) -> None:
+def warn_after_warmup(accept_prob: np.ndarray, ceiling: np.ndarray) -> None:
     """
     Say what is wrong, if anything, when warm-up ends.
 
@@ -39,17 +38,15 @@ def warn_after_warmup(accept_prob: np.ndarray, noise_variance: np.ndarray) -> No
     R-hat not a number), so it must be told here.
 
     :param accept_prob: mean acceptance rate of each chain in warm-up.
-    :param noise_variance: noise variance of the estimate at the end of warm-up.
+    :param ceiling: what the noise would allow at most, by chain.
     """
-    accept_prob = np.atleast_1d(accept_prob)
-    noise = float(np.nanmedian(noise_variance))
+    accept_prob, ceiling = np.atleast_1d(accept_prob), np.atleast_1d(ceiling)
     stuck = int(np.sum(~(accept_prob > _STUCK)))
-    if noise > _LOUD:
-        ceiling = float(acceptance_ceiling(noise))
+    if np.median(ceiling) < _LOUD:
         warnings.warn(
-            f"MHBT: the noise variance of the mini-batch log-density is {noise:.3g} "
-            f"(about 1 is good), so that at most {ceiling:.2g} of all moves can be "
-            "accepted. Raise `subsample_size`, or lower `c_n` (raise `temperature`).",
+            "MHBT: the mini-batch log-density is so noisy that at most "
+            f"{np.median(ceiling):.2g} of all moves can be accepted (about 0.5 is "
+            "good). Raise `subsample_size`, or lower `c_n` (raise `temperature`).",
             stacklevel=2,
         )
     elif stuck:

@@ -16,7 +16,7 @@ from numpyro.infer import init_to_uniform
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
-from numpyro_mhbt.adaptation import Adapter
+from numpyro_mhbt.adaptation import Adapter, WarmupState
 from numpyro_mhbt.checks import (
     check_names,
     check_rows,
@@ -63,9 +63,11 @@ class MHBTState(NamedTuple):
      - **accepted** - number of accepted steps: 0 or 1 with ``steps_per_draw=1``.
      - **diverging** - whether a proposal's value was not finite (it was rejected).
      - **forward** - 1 if the last proposal was a forward move, 0 if backward.
+     - **ceiling** - in warm-up, what a move of length zero would have been accepted
+       with; 1 afterwards.
      - **temperature** - T = n / c_n.
      - **step_size**, **beta** - as used for the next draw.
-     - **adapt_state** - of NumPyro's warm-up adapter.
+     - **adapt_state** - what warm-up has learnt.
      - **shared** - see :class:`Shared`.
      - **rng_key** - random number generator key.
     """
@@ -82,10 +84,11 @@ class MHBTState(NamedTuple):
     accepted: jax.Array
     diverging: jax.Array
     forward: jax.Array
+    ceiling: jax.Array
     temperature: jax.Array
     step_size: jax.Array
     beta: jax.Array
-    adapt_state: Any
+    adapt_state: WarmupState
     shared: Shared
     rng_key: jax.Array
 
@@ -272,10 +275,10 @@ class MHBT(MCMCKernel):
         hint_large_constants(data)
         vectorized = jnp.ndim(state.i) == 1
         lift = jax.vmap if vectorized else _as_is
-        state = lift(partial(self._draw, data))(state)
+        # All chains are at the same `i`, so that a branch on it stays a branch.
+        i = 1 + (state.i[0] if vectorized else state.i)
+        state = lift(partial(self._draw, data, i <= self._num_warmup))(state)
         if self._num_warmup:
-            # All chains are at the same `i`: a branch on it stays a branch under vmap.
-            i = state.i[0] if vectorized else state.i
             adapt_state = lax.cond(
                 i <= self._num_warmup,
                 lift(partial(self._adapt, data)),
@@ -290,7 +293,7 @@ class MHBT(MCMCKernel):
                 partial(jax.debug.callback, warn_after_warmup),
                 lambda *_: None,
                 state.mean_accept_prob,
-                state.noise_variance,
+                state.adapt_state.ceiling,
             )
         return state
 
@@ -390,6 +393,7 @@ class MHBT(MCMCKernel):
             accepted=jnp.zeros((), jnp.int32),
             diverging=jnp.zeros((), bool),
             forward=jnp.zeros((), jnp.int32),
+            ceiling=number(1),
             temperature=number(temperature),
             step_size=adapt_state.step_size,
             beta=number(self._proposal.beta),
@@ -399,7 +403,7 @@ class MHBT(MCMCKernel):
         )
         return state, finite_sites(site_log_probs(self._model, data, z, batch)[0])
 
-    def _draw(self, data: Data, state: MHBTState) -> MHBTState:
+    def _draw(self, data: Data, warmup: jax.Array, state: MHBTState) -> MHBTState:
         """The next draw of one chain: ``steps_per_draw`` steps of Algorithm 1."""
         flat, unravel = ravel_pytree(state.z)
         rng_key, key_steps = random.split(state.rng_key)
@@ -416,6 +420,7 @@ class MHBT(MCMCKernel):
             ),
             mass_sqrt_inv=state.adapt_state.mass_matrix_sqrt_inv,
             refresh=self._on_reject == "refresh",
+            probe=warmup,
         )
         point = Point(
             flat,
@@ -438,9 +443,10 @@ class MHBT(MCMCKernel):
                 jnp.sum(infos.accepted),
                 jnp.any(infos.diverging),
                 infos.forward[-1],
+                jnp.mean(infos.ceiling),
             )
         i = state.i + 1
-        since = jnp.where(i <= self._num_warmup, i, i - self._num_warmup)
+        since = jnp.where(warmup, i, i - self._num_warmup)
         mean = state.mean_accept_prob
         return state._replace(
             i=i,
@@ -460,11 +466,11 @@ class MHBT(MCMCKernel):
             dense_mass=self._dense_mass,
         )
 
-    def _adapt(self, data: Data, state: MHBTState) -> Any:
+    def _adapt(self, data: Data, state: MHBTState) -> WarmupState:
         return self._adapter().update(
             state.i - 1,
             state.accept_prob,
-            state.noise_variance,
+            state.ceiling,
             ravel_pytree(state.z)[0],
             data.num_rows / state.temperature,
             state.adapt_state,

@@ -35,6 +35,8 @@ class Info(NamedTuple):
     accepted: jax.Array
     diverging: jax.Array
     forward: jax.Array
+    ceiling: jax.Array
+    """What a move of length zero would have been accepted with; 1 if not probed."""
 
 
 def step(
@@ -46,6 +48,7 @@ def step(
     knobs: Knobs,
     mass_sqrt_inv: jax.Array,
     refresh: bool,
+    probe: jax.Array,
 ) -> tuple[Point, Info]:
     """
     Propose θ' with the gradient of the current batch and a fresh batch I', and accept
@@ -59,6 +62,8 @@ def step(
     :param draw: key to batch.
     :param evaluate: θ and batch to :class:`Point`.
     :param mass_sqrt_inv: W with inverse mass matrix W' W (diagonal: a vector).
+    :param refresh: whether to evaluate the current point anew after a rejection.
+    :param probe: whether to find out what a move of length zero would have met.
     """
     key_move, key_batch, key_accept = random.split(rng_key, 3)
     grad = _whiten(mass_sqrt_inv, point.grad)
@@ -75,17 +80,27 @@ def step(
     log_ratio = jnp.where(diverging, -jnp.inf, log_ratio)
     accepted = jnp.log(random.uniform(key_accept, dtype=log_ratio.dtype)) < log_ratio
 
+    ceiling = lax.cond(
+        probe,
+        lambda: _accept_prob(evaluate(point.z, batch).value - point.value),
+        lambda: jnp.ones_like(point.value),
+    )
     kept = point
     if refresh:
         kept = lax.cond(accepted, lambda: point, lambda: evaluate(point.z, batch))
     point = jax.tree.map(lambda x, y: jnp.where(accepted, x, y), new, kept)
     info = Info(
-        jnp.exp(jnp.minimum(log_ratio, 0.0)),
+        _accept_prob(log_ratio),
         accepted.astype(jnp.int32),
         diverging,
         move.forward.astype(jnp.int32),
+        ceiling,
     )
     return point, info
+
+
+def _accept_prob(log_ratio: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isnan(log_ratio), 0.0, jnp.exp(jnp.minimum(log_ratio, 0.0)))
 
 
 def _whiten(mass_sqrt_inv: jax.Array, grad: jax.Array) -> jax.Array:
