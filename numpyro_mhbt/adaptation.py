@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from numpyro.infer.hmc_util import warmup_adapter
 
+from numpyro_mhbt.step import Probe
+
 _MEMORY = 100
 
 
@@ -24,42 +26,36 @@ class WarmupState(NamedTuple):
 
 class Adapter:
     """
-    NumPyro's ``warmup_adapter`` with a moving target for the acceptance rate.
+    NumPyro's ``warmup_adapter``, led by an acceptance rate without mini-batch noise.
 
     Two batches differ, so even a move of length zero is accepted only at times: with
-    Gaussian noise of variance v, 2 Φ(-sqrt(v / 2)) of the time. A step size that is
-    tuned to accept more often than this ceiling shrinks to nothing. Formulas for the
-    ceiling fail where they matter (a chain lingers on batches that flatter it, v
-    included), so it is measured: each step of warm-up also learns what a move of
-    length zero would have met, from the same point and with the same batch.
+    Gaussian noise of variance v, 2 Φ(-sqrt(v / 2)) of the time. A step size tuned to
+    accept more often than this ceiling shrinks to nothing, and in loud noise the
+    overall rate says little in any case. So each step of warm-up also evaluates the
+    current θ on the proposal's batch, and the step size follows the acceptance rate of
+    that pair, in which most of the noise cancels. The overall rate is then about this
+    one times the ceiling.
 
     The mass matrix is that of sqrt(c_n) θ, the scale on which one row's information
     is of order one whatever the temperature: NumPyro's regularisation and first step
     sizes presume such a scale.
-
-    :param accept_fraction: aim at this share of the ceiling.
-    :param target_accept_prob: aim at this rate instead.
     """
 
     def __init__(
         self,
         num_warmup: int,
-        accept_fraction: float,
-        target_accept_prob: float | None,
+        target_accept_prob: float,
         *,
         adapt_step_size: bool,
         adapt_mass_matrix: bool,
         dense_mass: bool,
     ) -> None:
-        self._fraction = accept_fraction
-        self._target = target_accept_prob
-        # The target enters through `update`, where the noise is known.
         self._init, self._update = warmup_adapter(
             num_warmup,
             adapt_step_size=adapt_step_size,
             adapt_mass_matrix=adapt_mass_matrix,
             dense_mass=dense_mass,
-            target_accept_prob=0.0,
+            target_accept_prob=target_accept_prob,
         )
 
     def init(self, z: jax.Array, step_size: jax.Array) -> WarmupState:
@@ -70,15 +66,13 @@ class Adapter:
     def update(
         self,
         i: jax.Array,
-        accept_prob: jax.Array,
-        ceiling: jax.Array,
+        probe: Probe,
         z: jax.Array,
         c_n: jax.Array,
         state: WarmupState,
     ) -> WarmupState:
-        target = self._fraction * ceiling if self._target is None else self._target
-        hmc = self._update(i, accept_prob - target, (jnp.sqrt(c_n) * z,), state.hmc)
-        change = (ceiling - state.ceiling) / jnp.minimum(i + 1, _MEMORY)
+        hmc = self._update(i, probe.paired, (jnp.sqrt(c_n) * z,), state.hmc)
+        change = (probe.ceiling - state.ceiling) / jnp.minimum(i + 1, _MEMORY)
         return _state(state.ceiling + change, hmc)
 
 

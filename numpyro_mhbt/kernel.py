@@ -39,7 +39,7 @@ from numpyro_mhbt.setup import (
     read,
     replay,
 )
-from numpyro_mhbt.step import Info, Point, step
+from numpyro_mhbt.step import Info, Point, Probe, step
 from numpyro_mhbt.target import Data, make_evaluate, site_log_probs
 
 
@@ -63,8 +63,6 @@ class MHBTState(NamedTuple):
      - **accepted** - number of accepted steps: 0 or 1 with ``steps_per_draw=1``.
      - **diverging** - whether a proposal's value was not finite (it was rejected).
      - **forward** - 1 if the last proposal was a forward move, 0 if backward.
-     - **ceiling** - in warm-up, what a move of length zero would have been accepted
-       with; 1 afterwards.
      - **temperature** - T = n / c_n.
      - **step_size**, **beta** - as used for the next draw.
      - **adapt_state** - what warm-up has learnt.
@@ -84,7 +82,6 @@ class MHBTState(NamedTuple):
     accepted: jax.Array
     diverging: jax.Array
     forward: jax.Array
-    ceiling: jax.Array
     temperature: jax.Array
     step_size: jax.Array
     beta: jax.Array
@@ -134,8 +131,9 @@ class MHBT(MCMCKernel):
     :param bool adapt_step_size: adapt the step size in warm-up.
     :param bool adapt_mass_matrix: adapt the mass matrix in warm-up.
     :param bool dense_mass: dense mass matrix instead of a diagonal one.
-    :param float target_accept_prob: acceptance rate that warm-up aims at. ``None``: a
-        fraction of the highest rate that the noise allows.
+    :param float target_accept_prob: acceptance rate that warm-up aims at, apart from
+        the noise of mini-batches: the rate of all moves is about this one times the
+        highest that the noise allows. ``None``: 0.57, or 0.3 for a random walk.
     :param init_strategy: as for :class:`~numpyro.infer.hmc.NUTS`.
 
     **Example**
@@ -277,13 +275,14 @@ class MHBT(MCMCKernel):
         lift = jax.vmap if vectorized else _as_is
         # All chains are at the same `i`, so that a branch on it stays a branch.
         i = 1 + (state.i[0] if vectorized else state.i)
-        state = lift(partial(self._draw, data, i <= self._num_warmup))(state)
+        state, probe = lift(partial(self._draw, data, i <= self._num_warmup))(state)
         if self._num_warmup:
             adapt_state = lax.cond(
                 i <= self._num_warmup,
                 lift(partial(self._adapt, data)),
-                lift(lambda state: state.adapt_state),
+                lift(lambda state, _: state.adapt_state),
                 state,
+                probe,
             )
             state = state._replace(
                 adapt_state=adapt_state, step_size=adapt_state.step_size
@@ -393,7 +392,6 @@ class MHBT(MCMCKernel):
             accepted=jnp.zeros((), jnp.int32),
             diverging=jnp.zeros((), bool),
             forward=jnp.zeros((), jnp.int32),
-            ceiling=number(1),
             temperature=number(temperature),
             step_size=adapt_state.step_size,
             beta=number(self._proposal.beta),
@@ -403,7 +401,9 @@ class MHBT(MCMCKernel):
         )
         return state, finite_sites(site_log_probs(self._model, data, z, batch)[0])
 
-    def _draw(self, data: Data, warmup: jax.Array, state: MHBTState) -> MHBTState:
+    def _draw(
+        self, data: Data, warmup: jax.Array, state: MHBTState
+    ) -> tuple[MHBTState, Probe]:
         """The next draw of one chain: ``steps_per_draw`` steps of Algorithm 1."""
         flat, unravel = ravel_pytree(state.z)
         rng_key, key_steps = random.split(state.rng_key)
@@ -431,46 +431,45 @@ class MHBT(MCMCKernel):
             state.noise_variance,
         )
         if self._steps_per_draw == 1:
-            point, info = one_step(key_steps, point)
+            point, info, probe = one_step(key_steps, point)
         else:
-            point, infos = lax.scan(
-                lambda point, key: one_step(key, point),
-                point,
-                random.split(key_steps, self._steps_per_draw),
+            keys = random.split(key_steps, self._steps_per_draw)
+            point, (infos, probes) = lax.scan(
+                lambda point, key: _carry(*one_step(key, point)), point, keys
             )
             info = Info(
                 jnp.mean(infos.accept_prob),
                 jnp.sum(infos.accepted),
                 jnp.any(infos.diverging),
                 infos.forward[-1],
-                jnp.mean(infos.ceiling),
             )
+            probe = jax.tree.map(jnp.mean, probes)
         i = state.i + 1
         since = jnp.where(warmup, i, i - self._num_warmup)
         mean = state.mean_accept_prob
-        return state._replace(
+        state = state._replace(
             i=i,
             **_at(point, unravel),
             mean_accept_prob=mean + (info.accept_prob - mean) / since,
             rng_key=rng_key,
             **info._asdict(),
         )
+        return state, probe
 
     def _adapter(self) -> Adapter:
+        target = self._target_accept_prob
         return Adapter(
             self._num_warmup,
-            self._proposal.accept_fraction,
-            self._target_accept_prob,
+            self._proposal.target_accept_prob if target is None else target,
             adapt_step_size=self._adapt_step_size,
             adapt_mass_matrix=self._adapt_mass_matrix,
             dense_mass=self._dense_mass,
         )
 
-    def _adapt(self, data: Data, state: MHBTState) -> WarmupState:
+    def _adapt(self, data: Data, state: MHBTState, probe: Probe) -> WarmupState:
         return self._adapter().update(
             state.i - 1,
-            state.accept_prob,
-            state.ceiling,
+            probe,
             ravel_pytree(state.z)[0],
             data.num_rows / state.temperature,
             state.adapt_state,
@@ -487,6 +486,10 @@ def _at(point: Point, unravel: Callable) -> dict[str, Any]:
         "potential_energy": point.potential_energy,
         "noise_variance": point.noise_variance,
     }
+
+
+def _carry(point: Point, *seen: Any) -> tuple[Point, tuple]:
+    return point, seen
 
 
 def _as_is(fn: Callable) -> Callable:

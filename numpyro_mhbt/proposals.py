@@ -51,8 +51,8 @@ class Proposal(Protocol):
     def uses_gradient(self) -> bool: ...
 
     @property
-    def accept_fraction(self) -> float:
-        """The share of the acceptance ceiling that warm-up aims at."""
+    def target_accept_prob(self) -> float:
+        """The acceptance rate, apart from mini-batch noise, at which it works best."""
         ...
 
     def draw(self, rng_key: jax.Array, grad: jax.Array, knobs: Knobs) -> Move: ...
@@ -86,7 +86,7 @@ class RandomWalk:
         return False
 
     @property
-    def accept_fraction(self) -> float:
+    def target_accept_prob(self) -> float:
         return 0.3
 
     def __post_init__(self) -> None:
@@ -146,7 +146,7 @@ class RSGLD:
         return True
 
     @property
-    def accept_fraction(self) -> float:
+    def target_accept_prob(self) -> float:
         return 0.57
 
     def __post_init__(self) -> None:

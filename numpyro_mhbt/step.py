@@ -35,8 +35,19 @@ class Info(NamedTuple):
     accepted: jax.Array
     diverging: jax.Array
     forward: jax.Array
+
+
+class Probe(NamedTuple):
+    """
+    What acceptance is made of, from the current θ evaluated on the proposal's batch.
+
+    The two are good to tune by: neither depends on how lucky the current batch is.
+    """
+
+    paired: jax.Array
+    """Acceptance probability of the move if both points had the proposal's batch."""
     ceiling: jax.Array
-    """What a move of length zero would have been accepted with; 1 if not probed."""
+    """Acceptance probability of a change of batch without a move."""
 
 
 def step(
@@ -49,7 +60,7 @@ def step(
     mass_sqrt_inv: jax.Array,
     refresh: bool,
     probe: jax.Array,
-) -> tuple[Point, Info]:
+) -> tuple[Point, Info, Probe]:
     """
     Propose θ' with the gradient of the current batch and a fresh batch I', and accept
     both or neither with probability
@@ -63,7 +74,7 @@ def step(
     :param evaluate: θ and batch to :class:`Point`.
     :param mass_sqrt_inv: W with inverse mass matrix W' W (diagonal: a vector).
     :param refresh: whether to evaluate the current point anew after a rejection.
-    :param probe: whether to find out what a move of length zero would have met.
+    :param probe: whether to look at the current θ on the new batch, too.
     """
     key_move, key_batch, key_accept = random.split(rng_key, 3)
     grad = _whiten(mass_sqrt_inv, point.grad)
@@ -80,11 +91,14 @@ def step(
     log_ratio = jnp.where(diverging, -jnp.inf, log_ratio)
     accepted = jnp.log(random.uniform(key_accept, dtype=log_ratio.dtype)) < log_ratio
 
-    ceiling = lax.cond(
-        probe,
-        lambda: _accept_prob(evaluate(point.z, batch).value - point.value),
-        lambda: jnp.ones_like(point.value),
-    )
+    def look() -> Probe:
+        change = evaluate(point.z, batch).value - point.value
+        return Probe(_accept_prob(log_ratio - change), _accept_prob(change))
+
+    def pass_by() -> Probe:
+        return Probe(jnp.ones_like(point.value), jnp.ones_like(point.value))
+
+    seen = lax.cond(probe, look, pass_by)
     kept = point
     if refresh:
         kept = lax.cond(accepted, lambda: point, lambda: evaluate(point.z, batch))
@@ -94,9 +108,8 @@ def step(
         accepted.astype(jnp.int32),
         diverging,
         move.forward.astype(jnp.int32),
-        ceiling,
     )
-    return point, info
+    return point, info, seen
 
 
 def _accept_prob(log_ratio: jax.Array) -> jax.Array:

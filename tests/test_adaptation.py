@@ -1,0 +1,67 @@
+"""Warm-up settles on a working step size, whatever the noise."""
+
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+import pytest
+
+from numpyro_mhbt import MHBT, RSGLD, SGLD, RandomWalk
+
+
+def model(y, m):
+    mu = numpyro.sample("mu", dist.Normal(0, 10).expand([3]).to_event(1))
+    scale = jnp.array([1.0, 1.0, 30.0])  # so that the mass matrix matters
+    with numpyro.plate("N", len(y), subsample_size=m) as rows:
+        numpyro.sample("y", dist.Normal(mu, scale).to_event(1), obs=y[rows])
+
+
+Y = jnp.array([1.0, 1.0, 30.0]) * random.normal(random.key(0), (2000, 3))
+
+
+def run(kernel, m, num_chains=8):
+    mcmc = MCMC(
+        kernel,
+        num_warmup=1000,
+        num_samples=2000,
+        num_chains=num_chains,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    fields = ("step_size", "accept_prob", "noise_variance", "adapt_state.ceiling")
+    mcmc.run(random.key(1), Y, m, extra_fields=fields)
+    return mcmc, mcmc.get_extra_fields(group_by_chain=True)
+
+
+@pytest.mark.parametrize("proposal", [RandomWalk(), SGLD(), RSGLD()], ids=str)
+def test_step_size_does_not_collapse_in_loud_noise(proposal):
+    """v is about 5: no move can be accepted more than 0.11 of the time."""
+    kernel = MHBT(model, proposal, c_n=44.0, control_variate=None)
+    mcmc, extra = run(kernel, 500)
+    noise = np.mean(extra["noise_variance"])
+    assert 3.5 < noise < 7
+    ceiling = np.median(np.asarray(extra["adapt_state.ceiling"])[:, -1])
+    assert 0.03 < ceiling < 0.25
+    accept = np.median(np.asarray(extra["accept_prob"]).mean(1))
+    target = proposal.target_accept_prob * ceiling
+    assert 0.3 * target < accept < 2.5 * target
+    # In units of the mass matrix a good step is of order one or a tenth.
+    assert np.median(extra["step_size"]) > 0.02
+    spread = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"]).std(1)
+    assert np.median(spread[:, 0]) > 0.5 / np.sqrt(44.0)
+
+
+def test_mass_matrix_learns_the_scales():
+    kernel = MHBT(model, RSGLD(), c_n=20.0)
+    mcmc, extra = run(kernel, 1000)
+    weights = np.median(mcmc.last_state.adapt_state.mass_matrix_sqrt_inv, axis=0)
+    assert weights[2] / weights[0] == pytest.approx(30, rel=0.5)
+    assert np.mean(extra["accept_prob"]) == pytest.approx(0.57, abs=0.12)
+
+
+def test_target_accept_prob_is_taken_literally():
+    kernel = MHBT(model, RSGLD(), c_n=5.0, target_accept_prob=0.8)
+    _, extra = run(kernel, 1000)
+    assert np.mean(extra["accept_prob"]) == pytest.approx(0.8, abs=0.06)
