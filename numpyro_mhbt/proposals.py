@@ -185,12 +185,12 @@ class RSGLD:
         """
         _, gain = self._scales(knobs)
         both = gain * (grad + new_grad)
-        log_forward = -0.5 * _sum(both * (2 * move.near + both))
+        log_forward = -0.5 * jnp.sum(both * (2 * move.near + both))
         if self.forward_prob == 1:
             return log_forward
         narrow = 1 / knobs.beta**2
-        log_backward = 0.5 * narrow * _sum(both * (2 * move.far - both))
-        log_odds = -0.5 * _sum(
+        log_backward = 0.5 * narrow * jnp.sum(both * (2 * move.far - both))
+        log_odds = -0.5 * jnp.sum(
             narrow * move.far**2
             - move.near**2
             + (2 * jnp.log(knobs.beta) if self.hastings == "exact" else 0.0)
@@ -235,12 +235,3 @@ def _check(proposal: object, name: str, ok: bool, what: str) -> None:
             f"{type(proposal).__name__}: {name} must be {what}, "
             f"got {getattr(proposal, name)!r}."
         )
-
-
-def _sum(x: jax.Array) -> jax.Array:
-    """A sum in two stages, so that rounding does not grow with the dimension."""
-    width = 1024
-    if x.size <= width:
-        return jnp.sum(x)
-    whole = x.size - x.size % width
-    return jnp.sum(jnp.sum(x[:whole].reshape(-1, width), axis=0)) + jnp.sum(x[whole:])

@@ -35,9 +35,10 @@ def run(kernel, m, num_chains=8):
     return mcmc, mcmc.get_extra_fields(group_by_chain=True)
 
 
-@pytest.mark.parametrize("proposal", [RandomWalk(), SGLD(), RSGLD()], ids=str)
+@pytest.mark.parametrize("proposal", [RandomWalk, SGLD, RSGLD])
 def test_step_size_does_not_collapse_in_loud_noise(proposal):
     """v is about 5: no move can be accepted more than 0.11 of the time."""
+    proposal = proposal()
     kernel = MHBT(model, proposal, c_n=44.0, control_variate=None)
     mcmc, extra = run(kernel, 500)
     noise = np.mean(extra["noise_variance"])
