@@ -30,16 +30,22 @@ def hint_large_constants(data: Data) -> None:
         )
 
 
-def warn_after_warmup(accept_prob: np.ndarray, ceiling: np.ndarray) -> None:
+def warn_after_warmup(
+    now: np.ndarray, accept_prob: np.ndarray, ceiling: np.ndarray
+) -> None:
     """
     Say what is wrong, if anything, when warm-up ends.
 
     A chain that never moves looks perfect to ArviZ (as many effective draws as draws,
     R-hat not a number), so it must be told here.
 
+    :param now: whether warm-up ends just now; a branch that was mapped over chains
+        cannot keep others from coming here.
     :param accept_prob: mean acceptance rate of each chain in warm-up.
     :param ceiling: what the noise would allow at most, by chain.
     """
+    if not np.all(now):
+        return
     accept_prob, ceiling = np.atleast_1d(accept_prob), np.atleast_1d(ceiling)
     stuck = int(np.sum(~(accept_prob > _STUCK)))
     if np.median(ceiling) < _LOUD:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 import math
 from typing import Any, Literal, NamedTuple
 import warnings
@@ -34,7 +34,7 @@ from numpyro_mhbt.setup import (
     choose_temperature,
     find_batch_sites,
     initial_params,
-    jit_with,
+    jit_data,
     make_setup,
     read,
     replay,
@@ -251,18 +251,15 @@ class MHBT(MCMCKernel):
                 "all rows.",
                 stacklevel=2,
             )
-        temperature = choose_temperature(data, self._c_n, self._temperature)
+        temperature = jnp.asarray(
+            choose_temperature(data, self._c_n, self._temperature)
+        )
         # `pmap` traces this method, but what all chains share must be concrete.
         with jax.core.eval_context():
             setup = self._setup(data, sites, temperature)
         if init_params is not None:
             check_names("init_params", init_params, setup.z)
-        lift = _as_is if is_prng_key(rng_key) else jax.vmap
-
-        def start(data: Data, *chain: Any) -> tuple[MHBTState, dict[str, jax.Array]]:
-            return lift(partial(self._start, data, temperature, setup))(*chain)
-
-        state, finite = jit_with(data, start)(rng_key, init_params)
+        state, finite = self._jit_start(data, temperature, setup, rng_key, init_params)
         check_start(finite)
         return state
 
@@ -291,6 +288,7 @@ class MHBT(MCMCKernel):
                 i == self._num_warmup,
                 partial(jax.debug.callback, warn_after_warmup),
                 lambda *_: None,
+                i == self._num_warmup,
                 state.mean_accept_prob,
                 state.adapt_state.ceiling,
             )
@@ -337,23 +335,39 @@ class MHBT(MCMCKernel):
             gradient=self._proposal.uses_gradient,
         )
 
+    # Compiled once per shape for this kernel; not pickled.
+    @cached_property
+    def _jit_setup(self) -> Callable:
+        return jit_data(
+            lambda data, temperature: make_setup(
+                data,
+                self._model,
+                temperature,
+                self._control_variate,
+                self._init_strategy,
+                self._temper_prior,
+            )
+        )
+
+    @cached_property
+    def _jit_start(self) -> Callable:
+        def start(data: Data, temperature: Any, setup: Setup, *chain: Any) -> Any:
+            lift = _as_is if is_prng_key(chain[0]) else jax.vmap
+            return lift(partial(self._start, data, temperature, setup))(*chain)
+
+        return jit_data(start)
+
+    def __getstate__(self) -> dict[str, Any]:
+        compiled = ("_jit_setup", "_jit_start")
+        return {k: v for k, v in self.__dict__.items() if k not in compiled}
+
     def _setup(
-        self, data: Data, sites: dict[str, dict[str, Any]], temperature: float
+        self, data: Data, sites: dict[str, dict[str, Any]], temperature: jax.Array
     ) -> Setup:
-        setup = jit_with(
-            data,
-            partial(
-                make_setup,
-                model=self._model,
-                temperature=temperature,
-                control_variate=self._control_variate,
-                init_strategy=self._init_strategy,
-                temper_prior=self._temper_prior,
-            ),
-        )()
+        setup = self._jit_setup(data, temperature)
         check_start(setup.finite)
         check_rows(setup.nan_rows)
-        self._batch_sites = find_batch_sites(self._model, data, sites, setup.z)
+        self._batch_sites = find_batch_sites(data, sites, setup)
         if self._batch_sites:
             warnings.warn(
                 f"MHBT: deterministic site(s) {sorted(self._batch_sites)} depend on "
@@ -366,7 +380,7 @@ class MHBT(MCMCKernel):
     def _start(
         self,
         data: Data,
-        temperature: float,
+        temperature: jax.Array,
         setup: Setup,
         rng_key: jax.Array,
         init_params: dict[str, Any] | None,
@@ -439,7 +453,7 @@ class MHBT(MCMCKernel):
             )
             info = Info(
                 jnp.mean(infos.accept_prob),
-                jnp.sum(infos.accepted),
+                jnp.sum(infos.accepted, dtype=jnp.int32),
                 jnp.any(infos.diverging),
                 infos.forward[-1],
             )

@@ -20,6 +20,7 @@ from numpyro_mhbt.checks import check_names, finite_sites, nan_rows
 from numpyro_mhbt.control import Taylor, find_reference
 from numpyro_mhbt.plates import (
     Batch,
+    Plate,
     draw_batch,
     find_plates,
     first_rows,
@@ -47,6 +48,8 @@ class Setup(NamedTuple):
     shared: Shared
     finite: dict[str, jax.Array]
     nan_rows: dict[str, dict[str, jax.Array]]
+    replays: tuple[dict[str, Any], dict[str, Any]]
+    """Deterministic sites on the first rows and on the last."""
 
 
 def read(
@@ -66,21 +69,51 @@ def _to_jax(x: Any) -> Any:
     return x
 
 
-def jit_with(data: Data, fn: Callable) -> Callable:
+class _Static(NamedTuple):
+    """What of :class:`Data` a compiled program depends on."""
+
+    tree: Any
+    leaves: tuple
+    plates: tuple[Plate, ...]
+    num_rows: float
+
+
+def jit_data(fn: Callable) -> Callable:
     """
-    ``jit`` of ``partial(fn, data)`` to which the arrays in ``data`` are arguments.
+    ``jit`` of a function of :class:`Data`, compiled once per shape.
 
-    As constants of the program they would be copied several times by the compiler.
+    The arrays in the data are arguments of the program: as constants they would be
+    copied several times by the compiler.
     """
-    leaves, tree = jax.tree.flatten((data.args, data.kwargs))
-    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
 
-    def run(arrays: dict[int, jax.Array], *rest: Any) -> Any:
-        merged = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-        args, kwargs = jax.tree.unflatten(tree, merged)
-        return fn(data._replace(args=args, kwargs=kwargs), *rest)
+    def run(static: _Static, arrays: list[jax.Array], *rest: Any) -> Any:
+        left = iter(arrays)
+        leaves = [next(left) if x is _ARRAY else x for x in static.leaves]
+        args, kwargs = jax.tree.unflatten(static.tree, leaves)
+        return fn(Data(args, kwargs, static.plates, static.num_rows, {}), *rest)
 
-    return partial(jax.jit(run), arrays)
+    compiled = jax.jit(run, static_argnums=0)
+
+    def call(data: Data, *rest: Any) -> Any:
+        leaves, tree = jax.tree.flatten((data.args, data.kwargs))
+        is_array = [isinstance(x, jax.Array) for x in leaves]
+        static = _Static(
+            tree,
+            tuple(_ARRAY if a else x for a, x in zip(is_array, leaves, strict=True)),
+            data.plates,
+            data.num_rows,
+        )
+        arrays = [x for a, x in zip(is_array, leaves, strict=True) if a]
+        try:
+            hash(static)
+        except TypeError:  # an argument that cannot be a key: compile for this call
+            return jax.jit(partial(run, static))(arrays, *rest)
+        return compiled(static, arrays, *rest)
+
+    return call
+
+
+_ARRAY = object()
 
 
 def choose_temperature(
@@ -107,7 +140,7 @@ def choose_temperature(
 def make_setup(
     data: Data,
     model: Callable,
-    temperature: float,
+    temperature: jax.Array,
     control_variate: Taylor | None,
     init_strategy: Callable,
     temper_prior: bool,
@@ -125,7 +158,7 @@ def make_setup(
                 model,
                 data,
                 unravel,
-                jnp.asarray(temperature, flat.dtype),
+                temperature.astype(flat.dtype),
                 None,
                 temper_prior=temper_prior,
                 gradient=True,
@@ -138,11 +171,14 @@ def make_setup(
             on_batch = seed(with_rows(model, batch), random.key(0))
             z_ref = unconstrain_fn(on_batch, data.args, data.kwargs, ref_params)
             reference, _ = ravel_pytree({name: z_ref[name] for name in z})
+    first = first_rows(data.plates)
+    last = {plate.name: plate.size - 1 - first[plate.name] for plate in data.plates}
     return Setup(
         z,
         Shared(data.params, reference),
         finite_sites(site_log_probs(model, data, z, batch)[0]),
         nan_rows(model, data, z),
+        (replay(model, data, first, z), replay(model, data, last, z)),
     )
 
 
@@ -186,23 +222,18 @@ def replay(
 
 
 def find_batch_sites(
-    model: Callable,
-    data: Data,
-    sites: dict[str, dict[str, Any]],
-    z: dict[str, Any],
+    data: Data, sites: dict[str, dict[str, Any]], setup: Setup
 ) -> frozenset[str]:
     """Deterministic sites whose values depend on which rows are in the batch."""
-    names = {name for name, site in sites.items() if site["type"] == "deterministic"}
-    if not names or not is_subsampled(data.plates):
+    if not is_subsampled(data.plates):
         return frozenset()
-    first = first_rows(data.plates)
-    last = {plate.name: plate.size - 1 - first[plate.name] for plate in data.plates}
-    one, other = jit_with(
-        data, lambda data: [replay(model, data, rows, z) for rows in (first, last)]
-    )()
+    first, last = setup.replays
     return frozenset(
         name
-        for name in names
-        if plates_of(sites[name], data.plates)
-        or not jnp.array_equal(one[name], other[name], equal_nan=True)
+        for name, site in sites.items()
+        if site["type"] == "deterministic"
+        and (
+            plates_of(site, data.plates)
+            or not jnp.array_equal(first[name], last[name], equal_nan=True)
+        )
     )

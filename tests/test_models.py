@@ -23,7 +23,7 @@ from numpyro.infer.util import constrain_fn, log_density, potential_energy
 import pytest
 
 from numpyro_mhbt import MHBT, Taylor, full_data
-from numpyro_mhbt.setup import jit_with, make_setup, read
+from numpyro_mhbt.setup import jit_data, make_setup, read
 from numpyro_mhbt.target import make_evaluate
 
 X = random.normal(random.key(0), (5, 3))
@@ -212,9 +212,9 @@ def test_average_over_all_batches_is_the_log_density_of_all_rows(
 ):
     temperature = 3.0
     data, _ = read(model, args, kwargs)
-    setup = jit_with(
-        data, lambda data: make_setup(data, model, 1.0, None, init_to_median, True)
-    )()
+    setup = jit_data(
+        lambda data: make_setup(data, model, jnp.ones(()), None, init_to_median, True)
+    )(data)
     data = data._replace(params=setup.shared.params)
     flat, unravel = ravel_pytree(setup.z)
     flat = flat + 0.3 * random.normal(random.key(2), flat.shape)
