@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property, partial
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 import warnings
 
 import jax
@@ -39,55 +39,9 @@ from numpyro_mhbt.setup import (
     read,
     replay,
 )
+from numpyro_mhbt.state import MHBTState, from_point, to_point
 from numpyro_mhbt.step import Info, Point, Probe, step
 from numpyro_mhbt.target import Data, make_evaluate, site_log_probs
-
-
-class MHBTState(NamedTuple):
-    """
-    State of :class:`MHBT`. Each numeric field can be asked for by name in the
-    ``extra_fields`` of :meth:`~numpyro.infer.mcmc.MCMC.run`.
-
-     - **i** - number of draws so far, warm-up included.
-     - **z** - latent values in unconstrained space.
-     - **batch** - rows of each subsampled plate that ``z`` was accepted with.
-     - **log_density** - tempered log-density of ``z`` on its batch, less the control
-       variate, up to a constant.
-     - **z_grad** - its gradient, flat.
-     - **potential_energy** - minus the log-density of the full, untempered posterior as
-       estimated on the batch.
-     - **noise_variance** - variance of ``log_density`` over batches, as estimated on
-       the batch. Near 1 is good.
-     - **accept_prob** - acceptance probability, averaged over the steps of the draw.
-     - **mean_accept_prob** - its running mean since the start of the phase.
-     - **accepted** - number of accepted steps: 0 or 1 with ``steps_per_draw=1``.
-     - **diverging** - whether a proposal's value was not finite (it was rejected).
-     - **forward** - 1 if the last proposal was a forward move, 0 if backward.
-     - **temperature** - T = n / c_n.
-     - **step_size**, **beta** - as used for the next draw.
-     - **adapt_state** - what warm-up has learnt.
-     - **shared** - see :class:`Shared`.
-     - **rng_key** - random number generator key.
-    """
-
-    i: jax.Array
-    z: dict[str, Any]
-    batch: Batch
-    log_density: jax.Array
-    z_grad: jax.Array
-    potential_energy: jax.Array
-    noise_variance: jax.Array
-    accept_prob: jax.Array
-    mean_accept_prob: jax.Array
-    accepted: jax.Array
-    diverging: jax.Array
-    forward: jax.Array
-    temperature: jax.Array
-    step_size: jax.Array
-    beta: jax.Array
-    adapt_state: WarmupState
-    shared: Shared
-    rng_key: jax.Array
 
 
 class MHBT(MCMCKernel):
@@ -211,6 +165,8 @@ class MHBT(MCMCKernel):
         self._dense_mass = dense_mass
         self._target_accept_prob = target_accept_prob
         self._init_strategy = init_strategy
+        # NumPyro runs `init` on resume as long as this is None.
+        self._sample_fn: str | None = None
         self._num_warmup = 0
         # Names of deterministic sites whose value depends on the batch.
         self._batch_sites: frozenset[str] = frozenset()
@@ -251,16 +207,15 @@ class MHBT(MCMCKernel):
                 "all rows.",
                 stacklevel=2,
             )
-        temperature = jnp.asarray(
-            choose_temperature(data, self._c_n, self._temperature)
-        )
         # `pmap` traces this method, but what all chains share must be concrete.
         with jax.core.eval_context():
+            temperature = choose_temperature(data, self._c_n, self._temperature)
             setup = self._setup(data, sites, temperature)
         if init_params is not None:
             check_names("init_params", init_params, setup.z)
         state, finite = self._jit_start(data, temperature, setup, rng_key, init_params)
         check_start(finite)
+        self._sample_fn = "sample"
         return state
 
     def sample(
@@ -300,15 +255,12 @@ class MHBT(MCMCKernel):
         data, _ = read(self._model, model_args, model_kwargs)
 
         def evaluate(state: MHBTState) -> MHBTState:
-            flat, unravel = ravel_pytree(state.z)
+            point, unravel = to_point(state)
             evaluate = self._evaluate(data, unravel, state.temperature, state.shared)
-            return state._replace(**_at(evaluate(flat, state.batch), unravel))
+            point = evaluate(point.z, point.batch)
+            return state._replace(**from_point(point, unravel))
 
         return jax.vmap(evaluate)(state) if jnp.ndim(state.i) else evaluate(state)
-
-    # NumPyro runs `init` again on resume unless this exists. Ours keeps nothing on
-    # `self` that `sample` would miss.
-    _sample_fn = sample
 
     def postprocess_fn(
         self, model_args: tuple, model_kwargs: dict[str, Any] | None
@@ -400,7 +352,7 @@ class MHBT(MCMCKernel):
         adapt_state = self._adapter().init(flat, number(self._proposal.step_size))
         state = MHBTState(
             i=jnp.zeros((), jnp.int32),
-            **_at(point, unravel),
+            **from_point(point, unravel),
             accept_prob=number(0),
             mean_accept_prob=number(0),
             accepted=jnp.zeros((), jnp.int32),
@@ -419,7 +371,7 @@ class MHBT(MCMCKernel):
         self, data: Data, warmup: jax.Array, state: MHBTState
     ) -> tuple[MHBTState, Probe]:
         """The next draw of one chain: ``steps_per_draw`` steps of Algorithm 1."""
-        flat, unravel = ravel_pytree(state.z)
+        point, unravel = to_point(state)
         rng_key, key_steps = random.split(state.rng_key)
         one_step = partial(
             step,
@@ -435,14 +387,6 @@ class MHBT(MCMCKernel):
             mass_sqrt_inv=state.adapt_state.mass_matrix_sqrt_inv,
             refresh=self._on_reject == "refresh",
             probe=warmup,
-        )
-        point = Point(
-            flat,
-            state.batch,
-            state.log_density,
-            state.z_grad,
-            state.potential_energy,
-            state.noise_variance,
         )
         if self._steps_per_draw == 1:
             point, info, probe = one_step(key_steps, point)
@@ -463,7 +407,7 @@ class MHBT(MCMCKernel):
         mean = state.mean_accept_prob
         state = state._replace(
             i=i,
-            **_at(point, unravel),
+            **from_point(point, unravel),
             mean_accept_prob=mean + (info.accept_prob - mean) / since,
             rng_key=rng_key,
             **info._asdict(),
@@ -488,18 +432,6 @@ class MHBT(MCMCKernel):
             data.num_rows / state.temperature,
             state.adapt_state,
         )
-
-
-def _at(point: Point, unravel: Callable) -> dict[str, Any]:
-    """The fields of the state that belong to a point."""
-    return {
-        "z": unravel(point.z),
-        "batch": point.batch,
-        "log_density": point.value,
-        "z_grad": point.grad,
-        "potential_energy": point.potential_energy,
-        "noise_variance": point.noise_variance,
-    }
 
 
 def _carry(point: Point, *seen: Any) -> tuple[Point, tuple]:

@@ -118,7 +118,7 @@ _ARRAY = object()
 
 def choose_temperature(
     data: Data, c_n: float | None, temperature: float | None
-) -> float:
+) -> jax.Array:
     """T = n / c_n, by the paper's rule if neither is given."""
     n = data.num_rows
     if temperature is not None:
@@ -134,7 +134,7 @@ def choose_temperature(
             f"c_n = {c_n:g} is larger than the number of rows n = {n:g}, which means "
             f"a temperature of {n / c_n:g}, below 1."
         )
-    return n / c_n
+    return jnp.asarray(n / c_n)
 
 
 def make_setup(

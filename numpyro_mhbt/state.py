@@ -1,0 +1,87 @@
+"""The state of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.flatten_util import ravel_pytree
+
+from numpyro_mhbt.adaptation import WarmupState
+from numpyro_mhbt.plates import Batch
+from numpyro_mhbt.setup import Shared
+from numpyro_mhbt.step import Point
+
+
+class MHBTState(NamedTuple):
+    """
+    State of :class:`MHBT`. Each numeric field can be asked for by name in the
+    ``extra_fields`` of :meth:`~numpyro.infer.mcmc.MCMC.run`.
+
+     - **i** - number of draws so far, warm-up included.
+     - **z** - latent values in unconstrained space.
+     - **batch** - rows of each subsampled plate that ``z`` was accepted with.
+     - **log_density** - tempered log-density of ``z`` on its batch, less the control
+       variate, up to a constant.
+     - **z_grad** - its gradient, flat.
+     - **potential_energy** - minus the log-density of the full, untempered posterior as
+       estimated on the batch.
+     - **noise_variance** - variance of ``log_density`` over batches, as estimated on
+       the batch. Near 1 is good.
+     - **accept_prob** - acceptance probability, averaged over the steps of the draw.
+     - **mean_accept_prob** - its running mean since the start of the phase.
+     - **accepted** - number of accepted steps: 0 or 1 with ``steps_per_draw=1``.
+     - **diverging** - whether a proposal's value was not finite (it was rejected).
+     - **forward** - 1 if the last proposal was a forward move, 0 if backward.
+     - **temperature** - T = n / c_n.
+     - **step_size**, **beta** - as used for the next draw.
+     - **adapt_state** - what warm-up has learnt.
+     - **shared** - see :class:`Shared`.
+     - **rng_key** - random number generator key.
+    """
+
+    i: jax.Array
+    z: dict[str, Any]
+    batch: Batch
+    log_density: jax.Array
+    z_grad: jax.Array
+    potential_energy: jax.Array
+    noise_variance: jax.Array
+    accept_prob: jax.Array
+    mean_accept_prob: jax.Array
+    accepted: jax.Array
+    diverging: jax.Array
+    forward: jax.Array
+    temperature: jax.Array
+    step_size: jax.Array
+    beta: jax.Array
+    adapt_state: WarmupState
+    shared: Shared
+    rng_key: jax.Array
+
+
+def to_point(state: MHBTState) -> tuple[Point, Callable]:
+    """The state as the step sees it, and the way back from flat to named values."""
+    flat, unravel = ravel_pytree(state.z)
+    point = Point(
+        flat,
+        state.batch,
+        state.log_density,
+        state.z_grad,
+        state.potential_energy,
+        state.noise_variance,
+    )
+    return point, unravel
+
+
+def from_point(point: Point, unravel: Callable) -> dict[str, Any]:
+    """The fields of the state that belong to a point."""
+    return {
+        "z": unravel(point.z),
+        "batch": point.batch,
+        "log_density": point.value,
+        "z_grad": point.grad,
+        "potential_energy": point.potential_energy,
+        "noise_variance": point.noise_variance,
+    }
