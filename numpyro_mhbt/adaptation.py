@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.stats import norm
+from jax.typing import ArrayLike
 from numpyro.infer.hmc_util import warmup_adapter
 
 from numpyro_mhbt.step import Probe
@@ -13,13 +15,25 @@ from numpyro_mhbt.step import Probe
 _MEMORY = 100
 
 
+def acceptance_ceiling(noise_variance: ArrayLike) -> jax.Array:
+    """
+    Highest acceptance rate that Gaussian noise allows, 2 Φ(-sqrt(v / 2)).
+
+    Two batches differ, so even a move of length zero is accepted only at times.
+
+    >>> print(f"{acceptance_ceiling(1.0):.2f}")
+    0.48
+    """
+    return 2 * norm.cdf(-jnp.sqrt(jnp.asarray(noise_variance) / 2))
+
+
 class WarmupState(NamedTuple):
     """What warm-up has learnt."""
 
     step_size: jax.Array
     mass_matrix_sqrt_inv: jax.Array
-    ceiling: jax.Array
-    """Highest acceptance rate that the noise allows: a moving average."""
+    noise_variance: jax.Array
+    """At the chain's points on fresh batches: a moving average."""
     hmc: Any
     """State of NumPyro's adapter."""
 
@@ -28,13 +42,11 @@ class Adapter:
     """
     NumPyro's ``warmup_adapter``, led by an acceptance rate without mini-batch noise.
 
-    Two batches differ, so even a move of length zero is accepted only at times: with
-    Gaussian noise of variance v, 2 Φ(-sqrt(v / 2)) of the time. A step size tuned to
-    accept more often than this ceiling shrinks to nothing, and in loud noise the
-    overall rate says little in any case. So each step of warm-up also evaluates the
-    current θ on the proposal's batch, and the step size follows the acceptance rate of
-    that pair, in which most of the noise cancels. The overall rate is then about this
-    one times the ceiling.
+    A step size tuned to accept more often than :func:`acceptance_ceiling` shrinks to
+    nothing, and in loud noise the overall rate says little in any case. So each step
+    of warm-up also evaluates the current θ on the proposal's batch, and the step size
+    follows the acceptance rate of that pair, in which most of the noise cancels. The
+    overall rate is then about this one times the ceiling.
 
     The mass matrix is that of sqrt(c_n) θ, the scale on which one row's information
     is of order one whatever the temperature: NumPyro's regularisation and first step
@@ -61,7 +73,7 @@ class Adapter:
     def init(self, z: jax.Array, step_size: jax.Array) -> WarmupState:
         # The key serves a search for the first step size that is not used here.
         hmc = self._init((z,), jax.random.key(0), step_size, mass_matrix_size=z.size)
-        return _state(jnp.ones_like(step_size), hmc._replace(rng_key=None))
+        return _state(jnp.zeros_like(step_size), hmc._replace(rng_key=None))
 
     def update(
         self,
@@ -71,10 +83,13 @@ class Adapter:
         c_n: jax.Array,
         state: WarmupState,
     ) -> WarmupState:
-        hmc = self._update(i, probe.paired, (jnp.sqrt(c_n) * z,), state.hmc)
-        change = (probe.ceiling - state.ceiling) / jnp.minimum(i + 1, _MEMORY)
-        return _state(state.ceiling + change, hmc)
+        hmc = self._update(i, probe.accept_prob, (jnp.sqrt(c_n) * z,), state.hmc)
+        change = (probe.noise_variance - state.noise_variance) / jnp.minimum(
+            i + 1, _MEMORY
+        )
+        change = jnp.where(jnp.isfinite(change), change, 0.0)
+        return _state(state.noise_variance + change, hmc)
 
 
-def _state(ceiling: jax.Array, hmc: Any) -> WarmupState:
-    return WarmupState(hmc.step_size, hmc.mass_matrix_sqrt_inv, ceiling, hmc)
+def _state(noise_variance: jax.Array, hmc: Any) -> WarmupState:
+    return WarmupState(hmc.step_size, hmc.mass_matrix_sqrt_inv, noise_variance, hmc)

@@ -8,10 +8,11 @@ import jax
 import numpy as np
 from numpyro.util import not_jax_tracer
 
+from numpyro_mhbt.adaptation import acceptance_ceiling
 from numpyro_mhbt.target import Data
 
 _STUCK = 0.005
-_LOUD = 0.03
+_LOUD = 10.0
 _LARGE = 2**28
 
 
@@ -31,7 +32,7 @@ def hint_large_constants(data: Data) -> None:
 
 
 def warn_after_warmup(
-    now: np.ndarray, accept_prob: np.ndarray, ceiling: np.ndarray
+    now: np.ndarray, accept_prob: np.ndarray, noise_variance: np.ndarray
 ) -> None:
     """
     Say what is wrong, if anything, when warm-up ends.
@@ -42,17 +43,18 @@ def warn_after_warmup(
     :param now: whether warm-up ends just now; a branch that was mapped over chains
         cannot keep others from coming here.
     :param accept_prob: mean acceptance rate of each chain in warm-up.
-    :param ceiling: what the noise would allow at most, by chain.
+    :param noise_variance: of the log-density on fresh batches, by chain.
     """
     if not np.all(now):
         return
-    accept_prob, ceiling = np.atleast_1d(accept_prob), np.atleast_1d(ceiling)
+    accept_prob, noise = np.atleast_1d(accept_prob), np.median(noise_variance)
     stuck = int(np.sum(~(accept_prob > _STUCK)))
-    if np.median(ceiling) < _LOUD:
+    if noise > _LOUD:
         warnings.warn(
-            "MHBT: the mini-batch log-density is so noisy that at most "
-            f"{np.median(ceiling):.2g} of all moves can be accepted (about 0.5 is "
-            "good). Raise `subsample_size`, or lower `c_n` (raise `temperature`).",
+            f"MHBT: the noise variance of the mini-batch log-density is {noise:.3g} "
+            "(about 1 is good): no step size can make more than "
+            f"{acceptance_ceiling(noise):.1g} of all moves accepted. Raise "
+            "`subsample_size`, or lower `c_n` (raise `temperature`).",
             stacklevel=2,
         )
     elif stuck:

@@ -245,7 +245,7 @@ class MHBT(MCMCKernel):
                 lambda *_: None,
                 i == self._num_warmup,
                 state.mean_accept_prob,
-                state.adapt_state.ceiling,
+                state.adapt_state.noise_variance,
             )
         return state
 

@@ -39,15 +39,15 @@ class Info(NamedTuple):
 
 class Probe(NamedTuple):
     """
-    What acceptance is made of, from the current θ evaluated on the proposal's batch.
+    The current θ on the proposal's batch: what to tune by.
 
-    The two are good to tune by: neither depends on how lucky the current batch is.
+    A chain lingers on batches that flatter it, so what it knows of its own batch is no
+    fair sample; this is.
     """
 
-    paired: jax.Array
-    """Acceptance probability of the move if both points had the proposal's batch."""
-    ceiling: jax.Array
-    """Acceptance probability of a change of batch without a move."""
+    accept_prob: jax.Array
+    """Of the move if both points had the proposal's batch: most noise cancels."""
+    noise_variance: jax.Array
 
 
 def step(
@@ -92,11 +92,12 @@ def step(
     accepted = jnp.log(random.uniform(key_accept, dtype=log_ratio.dtype)) < log_ratio
 
     def look() -> Probe:
-        change = evaluate(point.z, batch).value - point.value
-        return Probe(_accept_prob(log_ratio - change), _accept_prob(change))
+        fresh = evaluate(point.z, batch)
+        paired = log_ratio + point.value - fresh.value
+        return Probe(_accept_prob(paired), fresh.noise_variance)
 
     def pass_by() -> Probe:
-        return Probe(jnp.ones_like(point.value), jnp.ones_like(point.value))
+        return Probe(jnp.ones_like(point.value), jnp.zeros_like(point.noise_variance))
 
     seen = lax.cond(probe, look, pass_by)
     kept = point

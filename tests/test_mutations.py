@@ -98,10 +98,11 @@ MUTANTS = {
         "lambda x: jnp.any(x >= n), lambda x: jnp.where(x >= n, x - n, x), rows",
         "tests/test_plates.py::test_rows_are_distinct_and_in_range[1009-1008]",
     ),
-    "ceiling ignored": (
-        "adaptation.py",
-        "self._update(i, probe.paired, ",
-        "self._update(i, probe.paired * probe.ceiling, ",
+    "step size led by the overall rate": (
+        "kernel.py",
+        "                probe,\n            )\n            state = ",
+        "                probe._replace(accept_prob=state.accept_prob),\n"
+        "            )\n            state = ",
         "tests/test_adaptation.py::test_step_size_does_not_collapse_in_loud_noise[SGLD]",
     ),
 }
