@@ -12,7 +12,7 @@ from numpyro.infer.hmc_util import warmup_adapter
 
 from numpyro_mhbt.step import Probe
 
-_MEMORY = 100
+_MEMORY = 30
 
 
 def acceptance_ceiling(noise_variance: ArrayLike) -> jax.Array:
@@ -84,11 +84,12 @@ class Adapter:
         state: WarmupState,
     ) -> WarmupState:
         hmc = self._update(i, probe.accept_prob, (jnp.sqrt(c_n) * z,), state.hmc)
-        change = (probe.noise_variance - state.noise_variance) / jnp.minimum(
-            i + 1, _MEMORY
-        )
-        change = jnp.where(jnp.isfinite(change), change, 0.0)
-        return _state(state.noise_variance + change, hmc)
+        # A geometric mean: the noise is larger by orders of magnitude before the chain
+        # has found the mode.
+        weight = 1 / jnp.minimum(i + 1, _MEMORY)
+        noise = state.noise_variance ** (1 - weight) * probe.noise_variance**weight
+        noise = jnp.where(jnp.isfinite(noise), noise, state.noise_variance)
+        return _state(noise, hmc)
 
 
 def _state(noise_variance: jax.Array, hmc: Any) -> WarmupState:

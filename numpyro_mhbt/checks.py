@@ -75,7 +75,7 @@ def nan_rows(
     model: Callable, data: Data, z: dict[str, Any]
 ) -> dict[str, dict[str, jax.Array]]:
     """
-    By plate and site, the first row in each chunk whose log-density is NaN, or -1.
+    By plate and site, the first row in each chunk where it is NaN, or -1.
 
     One pass over all rows of each plate, in chunks.
     """
@@ -94,12 +94,21 @@ def _nan_rows(
         found = {}
         for name, log_prob in log_probs.items():
             if plates_of(sites[name], (plate,)):
-                nan = jnp.isnan(by_row(sites[name], log_prob, (plate,)))
-                found[name] = jnp.where(jnp.any(nan), rows[jnp.argmax(nan)], -1)
+                missing = jnp.where(_is_missing(sites[name], log_prob), 1.0, 0.0)
+                bad = by_row(sites[name], missing, (plate,)) > 0
+                found[name] = jnp.where(jnp.any(bad), rows[jnp.argmax(bad)], -1)
         return found
 
     starts = jnp.minimum(jnp.arange(0, plate.size, chunk), plate.size - chunk)
     return lax.map(first_nan, starts)
+
+
+def _is_missing(site: Mapping[str, Any], log_prob: jax.Array) -> jax.Array:
+    """NaN in the density, or in a value that is not masked."""
+    # NumPyro gives a value outside the support, NaN included, the density zero.
+    value = jnp.isnan(site["value"])
+    event_dims = tuple(range(log_prob.ndim, value.ndim))
+    return jnp.isnan(log_prob) | (~jnp.isfinite(log_prob) & value.any(event_dims))
 
 
 def check_rows(found: Mapping[str, Mapping[str, jax.Array]]) -> None:
@@ -109,7 +118,7 @@ def check_rows(found: Mapping[str, Mapping[str, jax.Array]]) -> None:
             bad = rows[rows >= 0]
             if bad.size:
                 raise ValueError(
-                    f"The log-density of site '{name}' is NaN at row {bad[0]} of plate "
-                    f"'{plate}': the data contain NaN. Drop such rows, or mask them "
-                    "with `numpyro.handlers.mask`."
+                    f"Site '{name}' is NaN at row {bad[0]} of plate '{plate}': the "
+                    "data contain NaN. Drop such rows, or mask them with "
+                    "`numpyro.handlers.mask`."
                 )

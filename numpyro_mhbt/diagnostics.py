@@ -52,8 +52,8 @@ def warn_after_warmup(
     if noise > _LOUD:
         warnings.warn(
             f"MHBT: the noise variance of the mini-batch log-density is {noise:.3g} "
-            "(about 1 is good): no step size can make more than "
-            f"{acceptance_ceiling(noise):.1g} of all moves accepted. Raise "
+            "(about 1 is good), so that at most a share of "
+            f"{acceptance_ceiling(noise):.1g} of all moves can be accepted. Raise "
             "`subsample_size`, or lower `c_n` (raise `temperature`).",
             stacklevel=2,
         )

@@ -168,8 +168,6 @@ class MHBT(MCMCKernel):
         # NumPyro runs `init` on resume as long as this is None.
         self._sample_fn: str | None = None
         self._num_warmup = 0
-        # Names of deterministic sites whose value depends on the batch.
-        self._batch_sites: frozenset[str] = frozenset()
 
     @property
     def model(self) -> Callable:
@@ -265,10 +263,10 @@ class MHBT(MCMCKernel):
     def postprocess_fn(
         self, model_args: tuple, model_kwargs: dict[str, Any] | None
     ) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        data, _ = read(self._model, model_args, model_kwargs)
-        hidden = self._batch_sites
+        data, sites = read(self._model, model_args, model_kwargs)
 
         def constrain(z: dict[str, Any]) -> dict[str, Any]:
+            hidden = find_batch_sites(self._model, data, sites, z)
             values = replay(self._model, data, first_rows(data.plates), z)
             return {name: value for name, value in values.items() if name not in hidden}
 
@@ -319,11 +317,11 @@ class MHBT(MCMCKernel):
         setup = self._jit_setup(data, temperature)
         check_start(setup.finite)
         check_rows(setup.nan_rows)
-        self._batch_sites = find_batch_sites(data, sites, setup)
-        if self._batch_sites:
+        hidden = find_batch_sites(self._model, data, sites, setup.z)
+        if hidden:
             warnings.warn(
-                f"MHBT: deterministic site(s) {sorted(self._batch_sites)} depend on "
-                "the rows of the batch and are not collected. "
+                f"MHBT: deterministic site(s) {sorted(hidden)} depend on the rows of "
+                "the batch and are not collected. "
                 "`Predictive(full_data(model), samples)` computes them for all rows.",
                 stacklevel=3,
             )

@@ -35,7 +35,35 @@ class Plate(NamedTuple):
         return self.size / self.subsample_size
 
 
-class full_data(Messenger):
+class _on_rows(Messenger):
+    """Base of the handlers that decide which rows a plate has."""
+
+    def rows(self, name: str, size: int) -> jax.Array | None:
+        raise NotImplementedError
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "plate":
+            name, (size, subsample_size) = msg["name"], msg["args"]
+            if subsample_size is None:
+                return
+            if not 0 < subsample_size <= size:
+                raise ValueError(
+                    f"plate '{name}' has subsample_size={subsample_size}, which must "
+                    f"lie between 1 and its size {size}."
+                )
+            rows = self.rows(name, size)
+            if rows is not None:
+                msg["args"], msg["value"] = (size, rows.shape[0]), rows
+        elif msg["type"] == "subsample" and msg["value"] is None:
+            # Data that are not given, as in prediction: there is nothing to take from.
+            msg.update(fn=_nothing, args=(), kwargs={"event_dim": None})
+
+
+def _nothing(event_dim: None) -> None:
+    return None
+
+
+class full_data(_on_rows):
     """
     The same model with every subsampled plate whole.
 
@@ -61,24 +89,22 @@ class full_data(Messenger):
         [0.0, 1.0, 2.0, 3.0, 4.0]
     """
 
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "plate" and msg["value"] is None:
-            size, _ = msg["args"]
-            msg["args"], msg["value"] = (size, size), jnp.arange(size)
+    def rows(self, name: str, size: int) -> jax.Array:
+        # Concrete even where the model is traced, since NumPy data can be indexed by
+        # nothing else.
+        with jax.ensure_compile_time_eval():
+            return jnp.arange(size)
 
 
-class with_rows(Messenger):
+class with_rows(_on_rows):
     """The same model on the given rows of its plates (any number of them)."""
 
     def __init__(self, fn: Callable, batch: Batch) -> None:
         self.batch = batch
         super().__init__(fn)
 
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "plate" and msg["name"] in self.batch:
-            size, _ = msg["args"]
-            rows = self.batch[msg["name"]]
-            msg["args"], msg["value"] = (size, rows.shape[0]), rows
+    def rows(self, name: str, size: int) -> jax.Array | None:
+        return self.batch.get(name)
 
 
 def structure(model: Callable, args: tuple, kwargs: dict) -> dict[str, dict[str, Any]]:
@@ -90,8 +116,9 @@ def structure(model: Callable, args: tuple, kwargs: dict) -> dict[str, dict[str,
     sites: dict[str, dict[str, Any]] = {}
 
     def record() -> None:
-        seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
-        sites.update(trace(seeded).get_trace(*args, **kwargs))
+        seeded = seed(with_rows(model, {}), random.key(0))
+        started = substitute(seeded, substitute_fn=init_to_sample)
+        sites.update(trace(started).get_trace(*args, **kwargs))
 
     jax.eval_shape(record)
     return sites
@@ -99,17 +126,11 @@ def structure(model: Callable, args: tuple, kwargs: dict) -> dict[str, dict[str,
 
 def find_plates(sites: Mapping[str, Mapping[str, Any]]) -> tuple[Plate, ...]:
     """The plates of a :func:`structure` that were given a ``subsample_size``."""
-    plates = []
-    for name, site in sites.items():
-        if site["type"] == "plate" and site["args"][1] is not None:
-            size, subsample_size = site["args"]
-            if not 0 < subsample_size <= size:
-                raise ValueError(
-                    f"plate '{name}' has subsample_size={subsample_size}, which must "
-                    f"lie between 1 and its size {size}."
-                )
-            plates.append(Plate(name, size, subsample_size))
-    return tuple(plates)
+    return tuple(
+        Plate(name, *site["args"])
+        for name, site in sites.items()
+        if site["type"] == "plate" and site["args"][1] is not None
+    )
 
 
 def plates_of(site: Mapping[str, Any], plates: tuple[Plate, ...]) -> tuple[Plate, ...]:

@@ -48,8 +48,6 @@ class Setup(NamedTuple):
     shared: Shared
     finite: dict[str, jax.Array]
     nan_rows: dict[str, dict[str, jax.Array]]
-    replays: tuple[dict[str, Any], dict[str, Any]]
-    """Deterministic sites on the first rows and on the last."""
 
 
 def read(
@@ -171,14 +169,11 @@ def make_setup(
             on_batch = seed(with_rows(model, batch), random.key(0))
             z_ref = unconstrain_fn(on_batch, data.args, data.kwargs, ref_params)
             reference, _ = ravel_pytree({name: z_ref[name] for name in z})
-    first = first_rows(data.plates)
-    last = {plate.name: plate.size - 1 - first[plate.name] for plate in data.plates}
     return Setup(
         z,
         Shared(data.params, reference),
         finite_sites(site_log_probs(model, data, z, batch)[0]),
         nan_rows(model, data, z),
-        (replay(model, data, first, z), replay(model, data, last, z)),
     )
 
 
@@ -222,18 +217,26 @@ def replay(
 
 
 def find_batch_sites(
-    data: Data, sites: dict[str, dict[str, Any]], setup: Setup
+    model: Callable, data: Data, sites: dict[str, dict[str, Any]], z: dict[str, Any]
 ) -> frozenset[str]:
     """Deterministic sites whose values depend on which rows are in the batch."""
-    if not is_subsampled(data.plates):
+    names = {name for name, site in sites.items() if site["type"] == "deterministic"}
+    if not names or not is_subsampled(data.plates):
         return frozenset()
-    first, last = setup.replays
+    # Follow the rows through the program of the model.
+    program, shapes = jax.make_jaxpr(partial(replay, model, data), return_shape=True)(
+        first_rows(data.plates), z
+    )
+    num_rows_in = len(data.plates)
+    reached = {id(x) for x in program.jaxpr.invars[:num_rows_in]}
+    for equation in program.jaxpr.eqns:
+        if any(id(x) in reached for x in equation.invars):
+            reached |= {id(x) for x in equation.outvars}
+    depends = jax.tree.unflatten(
+        jax.tree.structure(shapes), [id(x) in reached for x in program.jaxpr.outvars]
+    )
     return frozenset(
         name
-        for name, site in sites.items()
-        if site["type"] == "deterministic"
-        and (
-            plates_of(site, data.plates)
-            or not jnp.array_equal(first[name], last[name], equal_nan=True)
-        )
+        for name in names
+        if plates_of(sites[name], data.plates) or any(jax.tree.leaves(depends[name]))
     )

@@ -145,6 +145,11 @@ def num_rows(sites: dict[str, dict[str, Any]], plates: tuple[Plate, ...]) -> flo
     return float(max(sum(math.prod(site["fn"].batch_shape) for site in observed), 1))
 
 
+def _less(row: jax.Array, at_reference: jax.Array) -> jax.Array:
+    """The difference, or the row itself where the reference has no density."""
+    return row - jnp.where(jnp.isfinite(at_reference), at_reference, 0.0)
+
+
 def make_evaluate(
     model: Callable,
     data: Data,
@@ -168,7 +173,7 @@ def make_evaluate(
         rows = terms.rows
         if reference is not None:
             at_reference = log_terms(model, data, unravel(reference), batch).rows
-            rows = jax.tree.map(jnp.subtract, rows, at_reference)
+            rows = jax.tree.map(_less, rows, at_reference)
         likelihood = terms.exact + total(rows)
         if temper_prior:
             value = (terms.prior + likelihood) / temperature + terms.log_det

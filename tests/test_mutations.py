@@ -82,8 +82,8 @@ MUTANTS = {
     ),
     "control variate added": (
         "target.py",
-        "rows = jax.tree.map(jnp.subtract, rows, at_reference)",
-        "rows = jax.tree.map(jnp.add, rows, at_reference)",
+        "return row - jnp.where(jnp.isfinite(at_reference), at_reference, 0.0)",
+        "return row + jnp.where(jnp.isfinite(at_reference), at_reference, 0.0)",
         "tests/test_exact.py::test_control_variate_of_order_0[walk]",
     ),
     "sums subtracted instead of terms": (
