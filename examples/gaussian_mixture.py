@@ -114,6 +114,8 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=5000)
     parser.add_argument("--out", default="gaussian_mixture.png")
     args = parser.parse_args()
+    if args.chain_method == "parallel":
+        numpyro.set_host_device_count(args.num_chains)
 
     x = mixture(*jnp.array(THETA)).sample(random.key(0), (args.rows,))
     mcmc = MCMC(
