@@ -394,7 +394,7 @@ def test_resumed_run_does_not_warn_again(method, num_chains):
 
 def test_chain_that_never_moves_is_told_when_warmup_ends():
     kernel = make_kernel(
-        proposal=RandomWalk(1e6), adapt_step_size=False, adapt_mass_matrix=False
+        proposal=RandomWalk(1e6), adapt_step_size=False, control_variate=None
     )
     with said() as messages:
         make_mcmc(kernel, num_samples=1).run(random.key(0), Y)
