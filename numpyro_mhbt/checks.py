@@ -107,7 +107,7 @@ def _is_missing(site: Mapping[str, Any], log_prob: jax.Array) -> jax.Array:
     """NaN in the density, or in a value that is not masked."""
     # NumPyro gives a value outside the support, NaN included, the density zero.
     value = jnp.isnan(site["value"])
-    event_dims = tuple(range(log_prob.ndim, value.ndim))
+    event_dims = tuple(range(value.ndim - site["fn"].event_dim, value.ndim))
     return jnp.isnan(log_prob) | (~jnp.isfinite(log_prob) & value.any(event_dims))
 
 

@@ -362,7 +362,6 @@ def run_noisy(method, num_chains):
     mcmc = make_mcmc(
         kernel,
         bar=method in ("sequential", "vectorized"),
-        num_warmup=300,
         num_samples=5,
         num_chains=num_chains,
         chain_method=method,

@@ -72,13 +72,13 @@ MUTANTS = {
         "others = tuple(a for a in range(log_prob.ndim) if a not in axes)\n",
         "others = tuple(a for a in range(log_prob.ndim) if a not in axes)\n"
         '    log_prob = log_prob / site["scale"] * _weight(plates)\n',
-        AVERAGE + "[None-scaled]",
+        AVERAGE + "[scaled]",
     ),
     "finite population ignored": (
         "target.py",
         "factor = (1 - m / n) * float(n) ** 2 / m",
         "factor = float(n) ** 2 / m",
-        AVERAGE + "[None-plain]",
+        AVERAGE + "[plain]",
     ),
     "control variate added": (
         "target.py",
