@@ -99,7 +99,7 @@ def test_single_precision_in_high_dimension(beta, hastings):
         move = proposal.draw(key, g, knobs(proposal, dtype))
         return proposal.log_ratio(move, g, new_g, knobs(proposal, dtype)), move
 
-    for seed in range(2):  # a backward and a forward move
+    for seed in range(4):
         single, move = jax.jit(lambda key: ratio(jnp.float32, key))(random.key(seed))
         with jax.enable_x64(True):
             move = jax.tree.map(
