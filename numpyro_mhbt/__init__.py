@@ -1,10 +1,21 @@
 """Mini-batch Metropolis-Hastings with batch tempering for NumPyro."""
 
 from numpyro_mhbt.control import Taylor
+from numpyro_mhbt.diagnostics import BatchReport, batch_report
 from numpyro_mhbt.kernel import MHBT
 from numpyro_mhbt.plates import full_data
 from numpyro_mhbt.proposals import RSGLD, SGLD, RandomWalk
 from numpyro_mhbt.state import MHBTState
 
-__all__ = ["MHBT", "RSGLD", "SGLD", "MHBTState", "RandomWalk", "Taylor", "full_data"]
+__all__ = [
+    "MHBT",
+    "RSGLD",
+    "SGLD",
+    "BatchReport",
+    "MHBTState",
+    "RandomWalk",
+    "Taylor",
+    "batch_report",
+    "full_data",
+]
 __version__ = "0.1.0"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +11,15 @@ from jax.scipy.stats import norm
 from jax.typing import ArrayLike
 from numpyro.infer.hmc_util import warmup_adapter
 
-from numpyro_mhbt.step import Probe
-
-_MEMORY = 30
+from numpyro_mhbt.settings import Settings
 
 
 def acceptance_ceiling(noise_variance: ArrayLike) -> jax.Array:
     """
     Highest acceptance rate that Gaussian noise allows, 2 Φ(-sqrt(v / 2)).
 
-    Two batches differ, so even a move of length zero is accepted only at times.
+    Two batches differ, so even a move of length zero is accepted only at times. With
+    blocks v is to be divided by their number: only one of them differs.
 
     >>> print(f"{acceptance_ceiling(1.0):.2f}")
     0.48
@@ -27,15 +27,16 @@ def acceptance_ceiling(noise_variance: ArrayLike) -> jax.Array:
     return 2 * norm.cdf(-jnp.sqrt(jnp.asarray(noise_variance) / 2))
 
 
-class WarmupState(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WarmupState:
     """What warm-up has learnt."""
 
     step_size: jax.Array
     mass_matrix_sqrt_inv: jax.Array
-    noise_variance: jax.Array
-    """At the chain's points on fresh batches: a moving average."""
     hmc: Any
     """State of NumPyro's adapter."""
+    num_warmup: int = field(metadata={"static": True})
 
 
 class Adapter:
@@ -53,44 +54,49 @@ class Adapter:
     sizes presume such a scale.
     """
 
-    def __init__(
-        self,
-        num_warmup: int,
-        target_accept_prob: float,
-        *,
-        adapt_step_size: bool,
-        adapt_mass_matrix: bool,
-        dense_mass: bool,
-    ) -> None:
+    def __init__(self, num_warmup: int, settings: Settings) -> None:
+        self._num_warmup = num_warmup
+        self._adapt_mass_matrix = settings.adapt_mass_matrix
+        self._dense_mass = settings.dense_mass
         self._init, self._update = warmup_adapter(
             num_warmup,
-            adapt_step_size=adapt_step_size,
-            adapt_mass_matrix=adapt_mass_matrix,
-            dense_mass=dense_mass,
-            target_accept_prob=target_accept_prob,
+            adapt_step_size=settings.adapt_step_size
+            and settings.step_size_schedule is None,
+            adapt_mass_matrix=settings.adapt_mass_matrix,
+            dense_mass=settings.dense_mass,
+            target_accept_prob=settings.target_accept_prob,
         )
 
-    def init(self, z: jax.Array, step_size: jax.Array) -> WarmupState:
+    def init(
+        self,
+        z: jax.Array,
+        step_size: jax.Array,
+        spread: jax.Array | None,
+        c_n: jax.Array,
+    ) -> WarmupState:
+        """
+        :param spread: S with covariance S S' of what is to be sampled, if known.
+        """
+        mass = None
+        if spread is not None and self._adapt_mass_matrix:
+            mass = c_n * (
+                spread @ spread.T if self._dense_mass else jnp.sum(spread**2, axis=1)
+            )
         # The key serves a search for the first step size that is not used here.
-        hmc = self._init((z,), jax.random.key(0), step_size, mass_matrix_size=z.size)
-        return _state(jnp.zeros_like(step_size), hmc._replace(rng_key=None))
+        hmc = self._init((z,), jax.random.key(0), step_size, mass)
+        return self._state(hmc._replace(rng_key=None))
 
     def update(
         self,
         i: jax.Array,
-        probe: Probe,
+        paired_accept_prob: jax.Array,
         z: jax.Array,
         c_n: jax.Array,
         state: WarmupState,
     ) -> WarmupState:
-        hmc = self._update(i, probe.accept_prob, (jnp.sqrt(c_n) * z,), state.hmc)
-        # A geometric mean: the noise is larger by orders of magnitude before the chain
-        # has found the mode.
-        weight = 1 / jnp.minimum(i + 1, _MEMORY)
-        noise = state.noise_variance ** (1 - weight) * probe.noise_variance**weight
-        noise = jnp.where(jnp.isfinite(noise), noise, state.noise_variance)
-        return _state(noise, hmc)
+        z = jnp.sqrt(c_n) * z
+        return self._state(self._update(i, paired_accept_prob, (z,), state.hmc))
 
-
-def _state(noise_variance: jax.Array, hmc: Any) -> WarmupState:
-    return WarmupState(hmc.step_size, hmc.mass_matrix_sqrt_inv, noise_variance, hmc)
+    def _state(self, hmc: Any) -> WarmupState:
+        step_size, sqrt_inv = hmc.step_size, hmc.mass_matrix_sqrt_inv
+        return WarmupState(step_size, sqrt_inv, hmc, self._num_warmup)

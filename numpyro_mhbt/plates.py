@@ -29,10 +29,9 @@ class Plate(NamedTuple):
     size: int
     subsample_size: int
 
-    @property
-    def weight(self) -> float:
-        """What one row of the batch stands for: n / m."""
-        return self.size / self.subsample_size
+
+Rows = dict[tuple[Plate, ...], jax.Array]
+"""Log-likelihood by row, one axis for each plate; sites that share plates added up."""
 
 
 class _on_rows(Messenger):
@@ -159,6 +158,38 @@ def draw_batch(rng_key: jax.Array, plates: tuple[Plate, ...]) -> Batch:
         plate.name: draw_rows(key, plate.size, plate.subsample_size)
         for plate, key in zip(plates, keys, strict=False)
     }
+
+
+def next_batch(
+    rng_key: jax.Array, batch: Batch, plates: tuple[Plate, ...], num_blocks: int
+) -> Batch:
+    """
+    The batch with one of ``num_blocks`` parts of each plate drawn anew.
+
+    Rows stay distinct, and the way back is as likely as the way there.
+    """
+    if num_blocks == 1:
+        return draw_batch(rng_key, plates)
+    keys = random.split(rng_key, max(len(plates), 1))
+    return {
+        plate.name: _next_rows(key, batch[plate.name], plate.size, num_blocks)
+        for plate, key in zip(plates, keys, strict=False)
+    }
+
+
+def _next_rows(rng_key: jax.Array, rows: jax.Array, n: int, num_blocks: int) -> Any:
+    m = rows.shape[0]
+    if m == n:
+        return rows
+    key_start, key_rows = random.split(rng_key)
+    # A window of the rows, seen as a circle, so that `num_blocks` need not divide m.
+    kept = jnp.roll(rows, random.randint(key_start, (), 0, m))[-(-m // num_blocks) :]
+    # Of m distinct candidates enough are left when those kept are taken out.
+    candidates = draw_rows(key_rows, n, m)
+    place = jnp.searchsorted(jnp.sort(kept), candidates)
+    is_kept = jnp.sort(kept)[jnp.minimum(place, kept.size - 1)] == candidates
+    fresh = candidates[jnp.argsort(is_kept, stable=True)]
+    return jnp.concatenate([fresh[: m - kept.size], kept])
 
 
 def draw_rows(rng_key: jax.Array, n: int, m: int) -> jax.Array:

@@ -9,6 +9,7 @@ drift :math:`G = (\epsilon / c_n) \nabla L_I / s`, a forward move is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 import math
 from typing import Literal, NamedTuple, Protocol
@@ -16,6 +17,9 @@ from typing import Literal, NamedTuple, Protocol
 import jax
 from jax import random
 import jax.numpy as jnp
+
+Schedule = Callable[[jax.Array], jax.Array]
+"""From the number of draws so far, warm-up included, to a value."""
 
 
 class Knobs(NamedTuple):
@@ -42,7 +46,7 @@ class Proposal(Protocol):
     """What the kernel asks of a proposal."""
 
     @property
-    def step_size(self) -> float: ...
+    def step_size(self) -> float | Schedule: ...
 
     @property
     def beta(self) -> float: ...
@@ -69,13 +73,14 @@ class RandomWalk:
 
     It needs no gradient, so a step costs one evaluation of the log-density alone.
 
-    :param float step_size: the paper's :math:`\delta`.
+    :param float step_size: the paper's :math:`\delta`, or a schedule of it (a function
+        of the number of draws so far), which is then not adapted.
 
     >>> RandomWalk(0.1)
     RandomWalk(step_size=0.1)
     """
 
-    step_size: float = 1.0
+    step_size: float | Schedule = 1.0
 
     @property
     def beta(self) -> float:
@@ -90,7 +95,8 @@ class RandomWalk:
         return 0.3
 
     def __post_init__(self) -> None:
-        _check(self, "step_size", self.step_size > 0, "positive")
+        positive = callable(self.step_size) or self.step_size > 0
+        _check(self, "step_size", positive, "positive")
 
     def draw(self, rng_key: jax.Array, grad: jax.Array, knobs: Knobs) -> Move:
         z = random.normal(rng_key, grad.shape, grad.dtype)
@@ -118,7 +124,8 @@ class RSGLD:
     and the acceptance ratio uses the density of this mixture.
 
     :param float step_size: the paper's :math:`\epsilon`, the learning rate of the
-        batch's mean gradient.
+        batch's mean gradient; or a schedule of it (a function of the number of draws
+        so far), which is then not adapted.
     :param float beta: how much wider the noise of a backward step is, at least 1.
     :param float forward_prob: chance of a forward step.
     :param str noise: ``"tempered"``: :math:`s = \sqrt{2 \epsilon / c_n}`, the
@@ -135,7 +142,7 @@ class RSGLD:
     'exact'
     """
 
-    step_size: float = 0.1
+    step_size: float | Schedule = 0.1
     beta: float = 1.0
     forward_prob: float = field(default=0.5, kw_only=True)
     noise: Literal["tempered", "paper"] = field(default="tempered", kw_only=True)
@@ -150,7 +157,8 @@ class RSGLD:
         return 0.57
 
     def __post_init__(self) -> None:
-        _check(self, "step_size", self.step_size > 0, "positive")
+        positive = callable(self.step_size) or self.step_size > 0
+        _check(self, "step_size", positive, "positive")
         _check(self, "beta", self.beta >= 1, "at least 1")
         _check(self, "forward_prob", 0 < self.forward_prob <= 1, "in (0, 1]")
         _check(self, "noise", self.noise in ("tempered", "paper"), _CHOICE["noise"])
@@ -213,7 +221,7 @@ class SGLD(RSGLD):
     r"""
     Stochastic gradient Langevin dynamics: the forward branch of :class:`RSGLD` alone.
 
-    :param float step_size: the paper's :math:`\epsilon`.
+    :param float step_size: as in :class:`RSGLD`.
     :param str noise: as in :class:`RSGLD`.
 
     >>> SGLD(0.05).forward_prob
@@ -221,7 +229,9 @@ class SGLD(RSGLD):
     """
 
     def __init__(
-        self, step_size: float = 0.1, noise: Literal["tempered", "paper"] = "tempered"
+        self,
+        step_size: float | Schedule = 0.1,
+        noise: Literal["tempered", "paper"] = "tempered",
     ) -> None:
         super().__init__(step_size, forward_prob=1.0, noise=noise)
 

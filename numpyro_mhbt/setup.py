@@ -1,10 +1,9 @@
-"""What is settled once per run, from the data alone and alike in all chains."""
+"""From a model and its arguments to data, a valid point and constrained draws."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +12,11 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 from numpyro.handlers import seed, substitute, trace
-from numpyro.infer import init_to_sample
+from numpyro.infer import init_to_sample, init_to_uniform
 from numpyro.infer.util import constrain_fn, initialize_model, unconstrain_fn
 
 from numpyro_mhbt.checks import check_names, finite_sites, nan_rows
-from numpyro_mhbt.control import Taylor, find_reference
+from numpyro_mhbt.control import find_reference
 from numpyro_mhbt.plates import (
     Batch,
     Plate,
@@ -29,25 +28,18 @@ from numpyro_mhbt.plates import (
     structure,
     with_rows,
 )
+from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.target import Data, make_evaluate, num_rows, site_log_probs
 
 
-class Shared(NamedTuple):
-    """What a chain carries along of :class:`Setup`."""
-
-    params: dict[str, Any]
-    """Values of ``param`` and ``mutable`` sites."""
-    reference: jax.Array | None
-    """θ_ref of the control variate, unconstrained and flat."""
-
-
-class Setup(NamedTuple):
-    """A valid point, what chains share, and findings that may be errors."""
+class Look(NamedTuple):
+    """A valid point, findings that may be errors, and the end of a search."""
 
     z: dict[str, Any]
-    shared: Shared
+    params: dict[str, Any]
     finite: dict[str, jax.Array]
     nan_rows: dict[str, dict[str, jax.Array]]
+    reference: jax.Array | None
 
 
 def read(
@@ -74,6 +66,7 @@ class _Static(NamedTuple):
     leaves: tuple
     plates: tuple[Plate, ...]
     num_rows: float
+    options: tuple
 
 
 def jit_data(fn: Callable) -> Callable:
@@ -81,25 +74,27 @@ def jit_data(fn: Callable) -> Callable:
     ``jit`` of a function of :class:`Data`, compiled once per shape.
 
     The arrays in the data are arguments of the program: as constants they would be
-    copied several times by the compiler.
+    copied several times by the compiler. Keyword arguments are static.
     """
 
     def run(static: _Static, arrays: list[jax.Array], *rest: Any) -> Any:
         left = iter(arrays)
         leaves = [next(left) if x is _ARRAY else x for x in static.leaves]
-        args, kwargs = jax.tree.unflatten(static.tree, leaves)
-        return fn(Data(args, kwargs, static.plates, static.num_rows, {}), *rest)
+        args, kwargs, params = jax.tree.unflatten(static.tree, leaves)
+        data = Data(args, kwargs, static.plates, static.num_rows, params)
+        return fn(data, *rest, **dict(static.options))
 
     compiled = jax.jit(run, static_argnums=0)
 
-    def call(data: Data, *rest: Any) -> Any:
-        leaves, tree = jax.tree.flatten((data.args, data.kwargs))
+    def call(data: Data, *rest: Any, **options: Any) -> Any:
+        leaves, tree = jax.tree.flatten((data.args, data.kwargs, data.params))
         is_array = [isinstance(x, jax.Array) for x in leaves]
         static = _Static(
             tree,
             tuple(_ARRAY if a else x for a, x in zip(is_array, leaves, strict=True)),
             data.plates,
             data.num_rows,
+            tuple(options.items()),
         )
         arrays = [x for a, x in zip(is_array, leaves, strict=True) if a]
         try:
@@ -114,81 +109,86 @@ def jit_data(fn: Callable) -> Callable:
 _ARRAY = object()
 
 
-def choose_temperature(
-    data: Data, c_n: float | None, temperature: float | None
-) -> jax.Array:
-    """T = n / c_n, by the paper's rule if neither is given."""
+def given_temperature(settings: Settings, data: Data) -> float | None:
+    """T = n / c_n at the start, or None if it is to be chosen."""
     n = data.num_rows
-    if temperature is not None:
-        c_n = n / temperature
-    elif c_n is None and is_subsampled(data.plates):
-        # "A value close to but smaller than sqrt(m)": Remark 1 of the paper.
-        m = sum(plate.subsample_size for plate in data.plates)
-        c_n = min(n, 2 / 3 * math.sqrt(m))
-    elif c_n is None:
-        c_n = n
+    if callable(settings.temperature):
+        return float(settings.temperature(jnp.zeros((), jnp.int32)))
+    if settings.temperature is not None:
+        c_n = n / settings.temperature
+    elif settings.c_n is not None:
+        c_n = settings.c_n
+    else:
+        return None if is_subsampled(data.plates) else 1.0
     if c_n > n * (1 + 1e-6):
         raise ValueError(
             f"c_n = {c_n:g} is larger than the number of rows n = {n:g}, which means "
             f"a temperature of {n / c_n:g}, below 1."
         )
-    return jnp.asarray(n / c_n)
+    return n / c_n
 
 
-def make_setup(
-    data: Data,
-    model: Callable,
-    temperature: jax.Array,
-    control_variate: Taylor | None,
-    init_strategy: Callable,
-    temper_prior: bool,
-) -> Setup:
-    """Find a valid point and the reference, with fixed keys."""
+def look(data: Data, temperature: jax.Array, settings: Settings) -> Look:
+    """
+    Find a valid point, rows that are NaN, and the reference, with fixed keys.
+
+    :param temperature: at which to search for the reference.
+    """
+    model = settings.model
     key_batch, key_init, key_search = random.split(random.key(0), 3)
     batch = draw_batch(key_batch, data.plates)
     data = data._replace(params=_param_values(model, data, batch))
-    z = initial_params(key_init, model, data, batch, init_strategy)
+    z = initial_params(key_init, settings, data, batch)
+    finite = finite_sites(site_log_probs(model, data, z, batch)[0])
     reference = None
-    if control_variate is not None and is_subsampled(data.plates):
-        if control_variate.ref_params is None:
-            flat, unravel = ravel_pytree(z)
-            evaluate = make_evaluate(
-                model,
-                data,
-                unravel,
-                temperature.astype(flat.dtype),
-                None,
-                temper_prior=temper_prior,
-                gradient=True,
-            )
-            draw = partial(draw_batch, plates=data.plates)
-            reference = find_reference(key_search, flat, draw, evaluate)
-        else:
-            ref_params = dict(control_variate.ref_params)
-            check_names("ref_params", ref_params, z)
+    control = settings.control_variate
+    chosen = settings.c_n is None and settings.temperature is None
+    if is_subsampled(data.plates):
+        if control is not None and control.ref_params is not None:
+            given = dict(control.ref_params)
+            check_names("ref_params", given, z)
             on_batch = seed(with_rows(model, batch), random.key(0))
-            z_ref = unconstrain_fn(on_batch, data.args, data.kwargs, ref_params)
+            z_ref = unconstrain_fn(on_batch, data.args, data.kwargs, given)
             reference, _ = ravel_pytree({name: z_ref[name] for name in z})
-    return Setup(
-        z,
-        Shared(data.params, reference),
-        finite_sites(site_log_probs(model, data, z, batch)[0]),
-        nan_rows(model, data, z),
+        elif control is not None or chosen:
+            reference = _search(key_search, settings, data, z, temperature)
+    return Look(z, data.params, finite, nan_rows(model, data, z), reference)
+
+
+def _search(
+    rng_key: jax.Array,
+    settings: Settings,
+    data: Data,
+    z: dict[str, Any],
+    temperature: jax.Array,
+) -> jax.Array:
+    flat, unravel = ravel_pytree(z)
+    evaluate = make_evaluate(
+        settings.model,
+        data,
+        unravel,
+        temperature.astype(flat.dtype),
+        None,
+        bias_correction=False,
+        temper_prior=settings.temper_prior,
+        gradient=True,
+    )
+    return find_reference(
+        rng_key,
+        flat,
+        draw=partial(draw_batch, plates=data.plates),
+        gradient=lambda z, batch: evaluate(z, batch).grad,
     )
 
 
 def initial_params(
-    rng_key: jax.Array,
-    model: Callable,
-    data: Data,
-    batch: Batch,
-    init_strategy: Callable,
+    rng_key: jax.Array, settings: Settings, data: Data, batch: Batch
 ) -> dict[str, Any]:
     """A starting point with finite density and gradient on ``batch``, if any."""
     return initialize_model(
         rng_key,
-        substitute(with_rows(model, batch), data=data.params),
-        init_strategy=init_strategy,
+        substitute(with_rows(settings.model, batch), data=data.params),
+        init_strategy=settings.init_strategy or init_to_uniform,
         dynamic_args=True,
         model_args=data.args,
         model_kwargs=data.kwargs,

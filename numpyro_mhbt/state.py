@@ -10,14 +10,14 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_mhbt.adaptation import WarmupState
 from numpyro_mhbt.plates import Batch
-from numpyro_mhbt.setup import Shared
+from numpyro_mhbt.prepare import Shared
 from numpyro_mhbt.step import Point
 
 
 class MHBTState(NamedTuple):
     """
-    State of :class:`MHBT`. Each numeric field can be asked for by name in the
-    ``extra_fields`` of :meth:`~numpyro.infer.mcmc.MCMC.run`.
+    State of :class:`~numpyro_mhbt.MHBT`. Each numeric field can be asked for by name
+    in the ``extra_fields`` of :meth:`~numpyro.infer.mcmc.MCMC.run`.
 
      - **i** - number of draws so far, warm-up included.
      - **z** - latent values in unconstrained space.
@@ -31,6 +31,9 @@ class MHBTState(NamedTuple):
        the batch. Near 1 is good.
      - **accept_prob** - acceptance probability, averaged over the steps of the draw.
      - **mean_accept_prob** - its running mean since the start of the phase.
+     - **mean_noise_variance** - ``noise_variance`` of proposals, whose batches are
+       fresh: a geometric mean over the phase (in warm-up over its last steps). The
+       chain lingers on batches that flatter it, so this is the fairer figure.
      - **accepted** - number of accepted steps: 0 or 1 with ``steps_per_draw=1``.
      - **diverging** - whether a proposal's value was not finite (it was rejected).
      - **forward** - 1 if the last proposal was a forward move, 0 if backward.
@@ -50,6 +53,7 @@ class MHBTState(NamedTuple):
     noise_variance: jax.Array
     accept_prob: jax.Array
     mean_accept_prob: jax.Array
+    mean_noise_variance: jax.Array
     accepted: jax.Array
     diverging: jax.Array
     forward: jax.Array

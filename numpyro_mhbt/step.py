@@ -35,32 +35,25 @@ class Info(NamedTuple):
     accepted: jax.Array
     diverging: jax.Array
     forward: jax.Array
-
-
-class Probe(NamedTuple):
-    """
-    The current θ on the proposal's batch: what to tune by.
-
-    A chain lingers on batches that flatter it, so what it knows of its own batch is no
-    fair sample; this is.
-    """
-
-    accept_prob: jax.Array
-    """Of the move if both points had the proposal's batch: most noise cancels."""
-    noise_variance: jax.Array
+    fresh_noise: jax.Array
+    """Noise variance of the proposal. The chain lingers on batches that flatter it, so
+    that of the current point is no fair sample."""
+    paired_accept_prob: jax.Array
+    """Of the move if both points had the proposal's batch, where most noise cancels:
+    what to tune by."""
 
 
 def step(
     rng_key: jax.Array,
     point: Point,
-    draw: Callable[[jax.Array], Batch],
+    draw: Callable[[jax.Array, Batch], Batch],
     evaluate: Callable[[jax.Array, Batch], Point],
     proposal: Proposal,
     knobs: Knobs,
     mass_sqrt_inv: jax.Array,
     refresh: bool,
-    probe: jax.Array,
-) -> tuple[Point, Info, Probe]:
+    pair: jax.Array,
+) -> tuple[Point, Info]:
     """
     Propose θ' with the gradient of the current batch and a fresh batch I', and accept
     both or neither with probability
@@ -70,16 +63,16 @@ def step(
     The value and gradient of the current point belong to *its* batch and are kept: to
     draw them anew after a rejection (``refresh``) is another chain with another target.
 
-    :param draw: key to batch.
+    :param draw: key and current batch to a batch, the way back as likely.
     :param evaluate: θ and batch to :class:`Point`.
     :param mass_sqrt_inv: W with inverse mass matrix W' W (diagonal: a vector).
     :param refresh: whether to evaluate the current point anew after a rejection.
-    :param probe: whether to look at the current θ on the new batch, too.
+    :param pair: whether to look at the current θ on the new batch, too.
     """
     key_move, key_batch, key_accept = random.split(rng_key, 3)
     grad = _whiten(mass_sqrt_inv, point.grad)
     move = proposal.draw(key_move, grad, knobs)
-    batch = draw(key_batch)
+    batch = draw(key_batch, point.batch)
     new = evaluate(point.z + _unwhiten(mass_sqrt_inv, move.displacement), batch)
 
     log_ratio = (
@@ -91,15 +84,11 @@ def step(
     log_ratio = jnp.where(diverging, -jnp.inf, log_ratio)
     accepted = jnp.log(random.uniform(key_accept, dtype=log_ratio.dtype)) < log_ratio
 
-    def look() -> Probe:
+    def paired() -> jax.Array:
         fresh = evaluate(point.z, batch)
-        paired = log_ratio + point.value - fresh.value
-        return Probe(_accept_prob(paired), fresh.noise_variance)
+        return _accept_prob(log_ratio + point.value - fresh.value)
 
-    def pass_by() -> Probe:
-        return Probe(jnp.ones_like(point.value), jnp.zeros_like(point.noise_variance))
-
-    seen = lax.cond(probe, look, pass_by)
+    paired_accept_prob = lax.cond(pair, paired, lambda: jnp.ones_like(point.value))
     kept = point
     if refresh:
         kept = lax.cond(accepted, lambda: point, lambda: evaluate(point.z, batch))
@@ -109,8 +98,10 @@ def step(
         accepted.astype(jnp.int32),
         diverging,
         move.forward.astype(jnp.int32),
+        new.noise_variance,
+        paired_accept_prob,
     )
-    return point, info, seen
+    return point, info
 
 
 def _accept_prob(log_ratio: jax.Array) -> jax.Array:

@@ -21,11 +21,9 @@ import jax.numpy as jnp
 from numpyro.handlers import seed, substitute
 from numpyro.infer.util import _unconstrain_reparam, compute_log_probs
 
-from numpyro_mhbt.plates import Batch, Plate, plates_of, with_rows
+from numpyro_mhbt.control import Reference, remainder
+from numpyro_mhbt.plates import Batch, Plate, Rows, plates_of, with_rows
 from numpyro_mhbt.step import Point
-
-Rows = dict[tuple[Plate, ...], jax.Array]
-"""Log-likelihood by row, one axis for each plate; sites that share plates added up."""
 
 
 class Terms(NamedTuple):
@@ -88,44 +86,56 @@ def by_row(
     site: dict[str, Any], log_prob: jax.Array, plates: tuple[Plate, ...]
 ) -> jax.Array:
     """One axis per subsampled plate, without the n / m of those plates."""
-    dims = {frame.name: frame.dim for frame in site["cond_indep_stack"]}
-    axes = [log_prob.ndim + dims[plate.name] for plate in plates]
+    frames = {frame.name: frame for frame in site["cond_indep_stack"]}
+    axes = [log_prob.ndim + frames[plate.name].dim for plate in plates]
     others = tuple(a for a in range(log_prob.ndim) if a not in axes)
     ordered = jnp.transpose(log_prob, (*axes, *others))
-    return jnp.sum(ordered, tuple(range(len(axes), log_prob.ndim))) / _weight(plates)
-
-
-def _weight(plates: tuple[Plate, ...]) -> float:
-    return math.prod(plate.weight for plate in plates)
+    weight = math.prod(plate.size / frames[plate.name].size for plate in plates)
+    return jnp.sum(ordered, tuple(range(len(axes), log_prob.ndim))) / weight
 
 
 def total(rows: Rows) -> jax.Array:
     """The estimate of the log-likelihood of all rows, unbiased over batches."""
     return sum(
-        (_weight(plates) * jnp.sum(values) for plates, values in rows.items()),
+        (_num_combinations(p) * jnp.mean(values) for p, values in rows.items()),
         jnp.zeros(()),
     )
 
 
-def noise_variance(rows: Rows) -> jax.Array:
-    """
-    Variance of :func:`total` over batches, estimated from this batch.
-
-    For each plate (1 - m/n) n² s² / m, with s² the sample variance of what its rows
-    contribute: the variance of a mean drawn without replacement.
-    """
-    margins: dict[Plate, jax.Array] = {}
+def margins(rows: Rows) -> dict[Plate, jax.Array]:
+    """What each row of a plate contributes, summed over the other plates."""
+    found: dict[Plate, jax.Array] = {}
     for plates, values in rows.items():
         for axis, plate in enumerate(plates):
             others = tuple(a for a in range(values.ndim) if a != axis)
-            margin = jnp.sum(values, others) * (_weight(plates) / plate.weight)
-            margins[plate] = margins.get(plate, 0.0) + margin
+            margin = jnp.mean(values, others) * (_num_combinations(plates) / plate.size)
+            found[plate] = found.get(plate, 0.0) + margin
+    return found
+
+
+def noise_variance(rows: Rows) -> jax.Array:
+    """
+    Variance of :func:`total` over batches, estimated from these rows.
+
+    For each plate (1 - m/n) n² s² / m, with s² the sample variance of what its rows
+    contribute: the variance of a mean drawn without replacement. One row shows no
+    spread: the variance is then not a number.
+    """
     variance = jnp.zeros(())
-    for (_, n, m), margin in margins.items():
-        if 1 < m < n:
+    for (_, n, m), margin in margins(rows).items():
+        if m < n:
             factor = (1 - m / n) * float(n) ** 2 / m
             variance += factor * jnp.var(margin, ddof=1)
     return variance
+
+
+def shows_noise(plates: tuple[Plate, ...]) -> bool:
+    """Whether a batch can tell its own noise: a single row shows no spread."""
+    return all(plate.subsample_size > 1 or plate.size == 1 for plate in plates)
+
+
+def _num_combinations(plates: tuple[Plate, ...]) -> float:
+    return float(math.prod(plate.size for plate in plates))
 
 
 def num_rows(sites: dict[str, dict[str, Any]], plates: tuple[Plate, ...]) -> float:
@@ -141,13 +151,8 @@ def num_rows(sites: dict[str, dict[str, Any]], plates: tuple[Plate, ...]) -> flo
     ]
     groups = {plates_of(site, plates) for site in observed} - {()}
     if groups:
-        return float(sum(math.prod(p.size for p in group) for group in groups))
+        return sum(_num_combinations(group) for group in groups)
     return float(max(sum(math.prod(site["fn"].batch_shape) for site in observed), 1))
-
-
-def _less(row: jax.Array, at_reference: jax.Array) -> jax.Array:
-    """The difference, or the row itself where the reference has no density."""
-    return row - jnp.where(jnp.isfinite(at_reference), at_reference, 0.0)
 
 
 def make_evaluate(
@@ -155,32 +160,41 @@ def make_evaluate(
     data: Data,
     unravel: Callable[[jax.Array], dict[str, Any]],
     temperature: jax.Array,
-    reference: jax.Array | None,
+    reference: Reference | None,
     *,
+    bias_correction: bool,
     temper_prior: bool,
     gradient: bool,
 ) -> Callable[[jax.Array, Batch], Point]:
-    """
+    r"""
     θ and batch to the tempered log-density, its gradient and its noise.
 
-    :param reference: θ_ref of the control variate of order 0: l_i(θ_ref) is subtracted
-        from each row. That adds a constant to the log-density of all rows but takes
-        the part of the noise away that does not depend on θ.
+    With noise of variance v in the log-density, the chain's marginal is that of
+    :math:`E_I[e^{L_I}] \approx e^{L + v / 2}`: ``bias_correction`` takes v/2 away, as
+    estimated on the batch (the penalty of Ceperley and Dewing). At m = n it is zero.
+
+    :param reference: of the control variate, which takes noise away from the rows and
+        leaves their sum over all data unchanged, up to a constant.
     """
+    correct = bias_correction and shows_noise(data.plates)
 
     def objective(z: jax.Array, batch: Batch) -> tuple[jax.Array, Point]:
-        terms = log_terms(model, data, unravel(z), batch)
-        rows = terms.rows
+        def terms_at(z: jax.Array) -> Terms:
+            return log_terms(model, data, unravel(z), batch)
+
+        terms = terms_at(z)
+        rows, known = terms.rows, jnp.zeros(())
         if reference is not None:
-            at_reference = log_terms(model, data, unravel(reference), batch).rows
-            rows = jax.tree.map(_less, rows, at_reference)
-        likelihood = terms.exact + total(rows)
+            rows, known = remainder(rows, lambda z: terms_at(z).rows, reference, z)
+        likelihood = terms.exact + total(rows) + known
+        noise = noise_variance(rows) / temperature**2
         if temper_prior:
             value = (terms.prior + likelihood) / temperature + terms.log_det
         else:
             value = terms.prior + likelihood / temperature + terms.log_det
+        if correct:
+            value -= noise / 2
         energy = -(terms.prior + terms.exact + total(terms.rows) + terms.log_det)
-        noise = noise_variance(rows) / temperature**2
         return value, Point(z, batch, value, jnp.zeros_like(z), energy, noise)
 
     def evaluate(z: jax.Array, batch: Batch) -> Point:

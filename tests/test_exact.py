@@ -5,6 +5,7 @@ Six rows and batches of two: the augmented marginal is a sum over 15 batches, an
 moments come from quadrature over θ.
 """
 
+from functools import partial
 from itertools import combinations
 
 from chains import assert_moments, run_chains, z_score
@@ -22,26 +23,49 @@ from numpyro_mhbt import MHBT, RSGLD, SGLD, RandomWalk, Taylor
 Y = jnp.array([-2.5, -1.0, -0.3, 0.4, 1.7, 4.0])
 N, M = 6, 2
 FIXED = {"adapt_step_size": False, "adapt_mass_matrix": False}
+PLAIN = {"control_variate": None, "bias_correction": False}
 
 
-def model(y):
+def model(y, m=M):
     mu = numpyro.sample("mu", dist.Normal(0.5, 2))
-    with numpyro.plate("N", len(y), subsample_size=M) as rows:
+    with numpyro.plate("N", len(y), subsample_size=m) as rows:
         numpyro.sample("y", dist.Logistic(mu, 0.7), obs=y[rows])
+
+
+def _expansion(grid, reference, order):
+    """Taylor polynomials of the rows, with the derivatives written out."""
+    half = (np.asarray(Y)[:, None] - reference) / 1.4
+    step = grid - reference
+    at_reference = stats.logistic.logpdf(np.asarray(Y)[:, None], reference, 0.7)
+    slope = np.tanh(half) / 0.7
+    bend = -1 / (2 * 0.7**2 * np.cosh(half) ** 2)
+    terms = [at_reference + 0 * step, slope * step, bend * step**2 / 2]
+    return sum(terms[: order + 1])
 
 
 class Exact:
     """Moments and distribution function of the marginal over all batches."""
 
-    def __init__(self, c_n, reference=None, temper_prior=True):
+    def __init__(
+        self, c_n, reference=None, order=0, correct=False, m=M, temper_prior=True
+    ):
         grid = np.linspace(-40, 40, 40_001)
         temperature = N / c_n
         rows = stats.logistic.logpdf(np.asarray(Y)[:, None], grid, 0.7)
+        expansion = np.zeros_like(rows)
         if reference is not None:
-            rows -= stats.logistic.logpdf(np.asarray(Y)[:, None], reference, 0.7)
+            expansion = _expansion(grid, reference, order)
         prior = stats.norm.logpdf(grid, 0.5, 2) / (temperature if temper_prior else 1)
-        batches = [N / M * rows[list(b)].sum(0) for b in combinations(range(N), M)]
-        log_p = prior + special.logsumexp(np.array(batches) / temperature, axis=0)
+        known, missed = expansion.sum(0), rows - expansion
+        batches = []
+        for batch in combinations(range(N), m):
+            part = missed[list(batch)]
+            value = (known + N * part.mean(0)) / temperature
+            if correct:
+                variance = (1 - m / N) * N**2 / m * part.var(0, ddof=1)
+                value -= variance / temperature**2 / 2
+            batches.append(value)
+        log_p = prior + special.logsumexp(batches, axis=0)
         p = np.exp(log_p - log_p.max())
         self.grid, self.p = grid, p / p.sum()
         self.cdf = np.cumsum(self.p)
@@ -84,17 +108,76 @@ PROPOSALS = {"walk": RandomWalk(1.5), "SGLD": SGLD(1.0)} | {
 @pytest.mark.parametrize("c_n", [1.0, 3.0, 6.0])
 @pytest.mark.parametrize("proposal", PROPOSALS)
 def test_every_proposal_samples_the_augmented_marginal(proposal, c_n):
-    kernel = MHBT(model, PROPOSALS[proposal], c_n=c_n, control_variate=None, **FIXED)
+    kernel = MHBT(model, PROPOSALS[proposal], c_n=c_n, **PLAIN, **FIXED)
     Exact(c_n).assert_sampled_by(kernel)
 
 
 @pytest.mark.parametrize("proposal", ["walk", "beta1.5_coin0.5"])
 def test_control_variate_of_order_0(proposal):
     control = Taylor(order=0, ref_params={"mu": jnp.array(0.3)})
-    kernel = MHBT(model, PROPOSALS[proposal], c_n=3.0, control_variate=control, **FIXED)
+    kernel = MHBT(
+        model,
+        PROPOSALS[proposal],
+        c_n=3.0,
+        control_variate=control,
+        bias_correction=False,
+        **FIXED,
+    )
     exact = Exact(3.0, reference=0.3)
     assert abs(exact.variance / Exact(3.0).variance - 1) > 0.2  # it matters here
     exact.assert_sampled_by(kernel)
+
+
+def expanded(order):
+    if order is None:
+        return None
+    return Taylor(order, ref_params={"mu": jnp.array(0.3)})
+
+
+@pytest.mark.parametrize("proposal", ["walk", "beta1.5_coin0.5"])
+@pytest.mark.parametrize(
+    "order, m, c_n", [(None, 2, 3.0), (0, 2, 3.0), (1, 5, 1.0), (2, 5, 1.0)]
+)
+def test_bias_correction_with_every_order(order, m, c_n, proposal):
+    kernel = MHBT(
+        partial(model, m=m),
+        PROPOSALS[proposal],
+        c_n=c_n,
+        control_variate=expanded(order),
+        **FIXED,
+    )
+    spec = (c_n, None, 0) if order is None else (c_n, 0.3, order)
+    exact = Exact(*spec, correct=True, m=m)
+    assert abs(Exact(*spec, m=m).variance / exact.variance - 1) > 0.02  # it matters
+    exact.assert_sampled_by(kernel)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_orders_without_bias_correction(order):
+    kernel = MHBT(
+        partial(model, m=5),
+        SGLD(1.0),
+        c_n=3.0,
+        control_variate=expanded(order),
+        bias_correction=False,
+        **FIXED,
+    )
+    Exact(3.0, 0.3, order, m=5).assert_sampled_by(kernel)
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3])
+@pytest.mark.parametrize("proposal", ["walk", "SGLD"])
+def test_blocks_have_the_same_target(proposal, num_blocks):
+    """Batches of four, so that three blocks do not divide them."""
+    kernel = MHBT(
+        partial(model, m=4),
+        PROPOSALS[proposal],
+        c_n=6.0,
+        num_blocks=num_blocks,
+        **PLAIN,
+        **FIXED,
+    )
+    Exact(6.0, m=4).assert_sampled_by(kernel)
 
 
 def test_temper_prior_off():
@@ -102,7 +185,7 @@ def test_temper_prior_off():
         model,
         RSGLD(1.0),
         c_n=1.0,
-        control_variate=None,
+        **PLAIN,
         temper_prior=False,
         **FIXED,
     )
@@ -110,18 +193,14 @@ def test_temper_prior_off():
 
 
 def test_several_steps_per_draw():
-    kernel = MHBT(
-        model, RSGLD(1.0), c_n=3.0, control_variate=None, steps_per_draw=3, **FIXED
-    )
+    kernel = MHBT(model, RSGLD(1.0), c_n=3.0, **PLAIN, steps_per_draw=3, **FIXED)
     Exact(3.0).assert_sampled_by(kernel, draws=200)
 
 
 @pytest.mark.parametrize("dense_mass", [False, True])
 def test_adapted_step_size_and_mass_matrix(dense_mass):
     """Whatever warm-up settles on, the target stays the same."""
-    kernel = MHBT(
-        model, RSGLD(0.2, 1.5), c_n=6.0, control_variate=None, dense_mass=dense_mass
-    )
+    kernel = MHBT(model, RSGLD(0.2, 1.5), c_n=6.0, **PLAIN, dense_mass=dense_mass)
     Exact(6.0).assert_sampled_by(kernel, burn=500)
 
 
@@ -130,7 +209,7 @@ def test_paper_noise_has_the_same_target():
         model,
         RSGLD(5.0, 1.5, noise="paper"),
         c_n=3.0,
-        control_variate=None,
+        **PLAIN,
         steps_per_draw=5,
         **FIXED,
     )
@@ -140,7 +219,7 @@ def test_paper_noise_has_the_same_target():
 def test_paper_hastings_has_another_target():
     """Without β^-d the chain is as reversible, but not towards the tempered target."""
     proposal = RSGLD(1.0, 3.0, hastings="paper")
-    kernel = MHBT(model, proposal, c_n=6.0, control_variate=None, **FIXED)
+    kernel = MHBT(model, proposal, c_n=6.0, **PLAIN, **FIXED)
     _, variance, _ = Exact(6.0).scores(kernel)
     assert variance < -8
 
@@ -150,7 +229,7 @@ def test_refresh_on_reject_has_another_target():
         model,
         RSGLD(1.0),
         c_n=6.0,
-        control_variate=None,
+        **PLAIN,
         on_reject="refresh",
         **FIXED,
     )
@@ -179,7 +258,7 @@ def test_two_dimensions_with_a_mass_matrix(dense_mass):
         pair_model,
         RSGLD(0.3, 1.5),
         temperature=2.0,
-        control_variate=None,
+        **PLAIN,
         dense_mass=dense_mass,
     )
     draws = run_chains(kernel, Y, burn=500)
@@ -210,7 +289,7 @@ def test_geweke_joint_distribution(proposal):
         proposal,
         temperature=N / M,
         temper_prior=False,
-        control_variate=None,
+        **PLAIN,
         **FIXED,
     )
 

@@ -71,7 +71,8 @@ MUTANTS = {
         "target.py",
         "others = tuple(a for a in range(log_prob.ndim) if a not in axes)\n",
         "others = tuple(a for a in range(log_prob.ndim) if a not in axes)\n"
-        '    log_prob = log_prob / site["scale"] * _weight(plates)\n',
+        "    weight = math.prod(p.size / p.subsample_size for p in plates)\n"
+        '    log_prob = log_prob / site["scale"] * weight\n',
         AVERAGE + "[scaled]",
     ),
     "finite population ignored": (
@@ -81,7 +82,7 @@ MUTANTS = {
         AVERAGE + "[plain]",
     ),
     "control variate added": (
-        "target.py",
+        "control.py",
         "return row - jnp.where(jnp.isfinite(at_reference), at_reference, 0.0)",
         "return row + jnp.where(jnp.isfinite(at_reference), at_reference, 0.0)",
         "tests/test_exact.py::test_control_variate_of_order_0[walk]",
@@ -99,10 +100,9 @@ MUTANTS = {
         "tests/test_plates.py::test_rows_are_distinct_and_in_range[1009-1008]",
     ),
     "step size led by the overall rate": (
-        "kernel.py",
-        "                probe,\n            )\n            state = ",
-        "                probe._replace(accept_prob=state.accept_prob),\n"
-        "            )\n            state = ",
+        "chain.py",
+        "return state, info.paired_accept_prob",
+        "return state, info.accept_prob",
         "tests/test_adaptation.py::test_step_size_does_not_collapse_in_loud_noise[SGLD]",
     ),
 }

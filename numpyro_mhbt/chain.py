@@ -1,0 +1,215 @@
+"""One chain: its start, its next draw, and what warm-up makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax, random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+
+from numpyro_mhbt.adaptation import Adapter, WarmupState
+from numpyro_mhbt.checks import finite_sites
+from numpyro_mhbt.plates import Batch, draw_batch, next_batch
+from numpyro_mhbt.prepare import Setup, Shared
+from numpyro_mhbt.proposals import Knobs
+from numpyro_mhbt.settings import Settings
+from numpyro_mhbt.setup import initial_params
+from numpyro_mhbt.state import MHBTState, from_point, to_point
+from numpyro_mhbt.step import Info, Point, step
+from numpyro_mhbt.target import Data, make_evaluate, shows_noise, site_log_probs
+
+_MEMORY = 30
+_SILENT = 1e-30  # stands for no noise at all on a logarithmic scale
+
+
+def evaluator(
+    settings: Settings,
+    data: Data,
+    unravel: Callable,
+    temperature: jax.Array,
+    shared: Shared,
+) -> Callable[[jax.Array, Batch], Point]:
+    """θ and batch to :class:`Point`."""
+    return make_evaluate(
+        settings.model,
+        data._replace(params=shared.params),
+        unravel,
+        temperature,
+        shared.reference,
+        bias_correction=settings.bias_correction,
+        temper_prior=settings.temper_prior,
+        gradient=settings.proposal.uses_gradient,
+    )
+
+
+def start(
+    data: Data,
+    setup: Setup,
+    rng_key: jax.Array,
+    init_params: dict[str, Any] | None,
+    *,
+    settings: Settings,
+    num_warmup: int,
+) -> tuple[MHBTState, dict[str, jax.Array]]:
+    """The initial state of a chain, and whether each site has a density there."""
+    rng_key, key_batch, key_init = random.split(rng_key, 3)
+    data = data._replace(params=setup.shared.params)
+    batch = draw_batch(key_batch, data.plates)
+    flat = _first_point(key_init, settings, data, setup, batch, init_params)
+    unravel = ravel_pytree(setup.z)[1]
+    number = partial(jnp.asarray, dtype=flat.dtype)
+    temperature = number(setup.temperature)
+    point = evaluator(settings, data, unravel, temperature, setup.shared)(flat, batch)
+    none_yet = jnp.zeros((), jnp.int32)
+    schedule = settings.step_size_schedule
+    step_size = schedule(none_yet) if schedule else settings.proposal.step_size
+    adapt_state = Adapter(num_warmup, settings).init(
+        flat, number(step_size), setup.spread, data.num_rows / temperature
+    )
+    state = MHBTState(
+        i=none_yet,
+        **from_point(point, unravel),
+        accept_prob=number(0),
+        mean_accept_prob=number(0),
+        mean_noise_variance=number(0 if shows_noise(data.plates) else jnp.nan),
+        accepted=none_yet,
+        diverging=jnp.zeros((), bool),
+        forward=none_yet,
+        temperature=temperature,
+        step_size=adapt_state.step_size,
+        beta=number(settings.proposal.beta),
+        adapt_state=adapt_state,
+        shared=setup.shared,
+        rng_key=rng_key,
+    )
+    log_probs, _ = site_log_probs(settings.model, data, unravel(flat), batch)
+    return state, finite_sites(log_probs)
+
+
+def _first_point(
+    rng_key: jax.Array,
+    settings: Settings,
+    data: Data,
+    setup: Setup,
+    batch: Batch,
+    init_params: dict[str, Any] | None,
+) -> jax.Array:
+    reference, spread = setup.shared.reference, setup.spread
+    if init_params is not None:
+        z = jax.tree.map(lambda x, y: jnp.asarray(y, x.dtype), setup.z, init_params)
+        return ravel_pytree(z)[0]
+    expanded = reference if reference and reference.grad is not None else None
+    if expanded and spread is not None and settings.init_strategy is None:
+        # An expansion is no good far away. Twice as wide as the posterior, since R-hat
+        # trusts only chains that came from further out.
+        unit = random.normal(rng_key, expanded.z.shape, expanded.z.dtype)
+        return expanded.z + 2 * spread @ unit
+    return ravel_pytree(initial_params(rng_key, settings, data, batch))[0]
+
+
+def next_draw(
+    state: MHBTState, *, settings: Settings, data: Data, warmup: jax.Array
+) -> tuple[MHBTState, jax.Array]:
+    """
+    ``steps_per_draw`` steps of Algorithm 1, and the acceptance rate to tune by.
+
+    :param warmup: whether the draw belongs to warm-up.
+    """
+    state = _follow_schedules(state, settings)
+    point, unravel = to_point(state)
+    evaluate = evaluator(settings, data, unravel, state.temperature, state.shared)
+    if settings.temperature_schedule is not None:
+        # What is known of the point was known at another temperature.
+        point = evaluate(point.z, point.batch)
+    rng_key, key_steps = random.split(state.rng_key)
+    c_n = data.num_rows / state.temperature
+    one_step = partial(
+        step,
+        draw=partial(next_batch, plates=data.plates, num_blocks=settings.num_blocks),
+        evaluate=evaluate,
+        proposal=settings.proposal,
+        knobs=Knobs(state.step_size, state.beta, c_n, data.num_rows),
+        mass_sqrt_inv=state.adapt_state.mass_matrix_sqrt_inv,
+        refresh=settings.on_reject == "refresh",
+        pair=warmup,
+    )
+    if settings.steps_per_draw == 1:
+        point, info = one_step(key_steps, point)
+    else:
+        keys = random.split(key_steps, settings.steps_per_draw)
+        point, infos = lax.scan(lambda point, key: one_step(key, point), point, keys)
+        info = Info(
+            jnp.mean(infos.accept_prob),
+            jnp.sum(infos.accepted, dtype=jnp.int32),
+            jnp.any(infos.diverging),
+            infos.forward[-1],
+            jnp.exp(jnp.mean(jnp.log(infos.fresh_noise + _SILENT))),
+            jnp.mean(infos.paired_accept_prob),
+        )
+    i = state.i + 1
+    since = jnp.where(warmup, i, i - state.adapt_state.num_warmup)
+    state = state._replace(
+        i=i,
+        **from_point(point, unravel),
+        accept_prob=info.accept_prob,
+        mean_accept_prob=_mean(state.mean_accept_prob, info.accept_prob, since),
+        mean_noise_variance=_geometric_mean(
+            state.mean_noise_variance,
+            info.fresh_noise,
+            jnp.where(warmup, jnp.minimum(since, _MEMORY), since),
+        ),
+        accepted=info.accepted,
+        diverging=info.diverging,
+        forward=info.forward,
+        rng_key=rng_key,
+    )
+    return state, info.paired_accept_prob
+
+
+def _follow_schedules(state: MHBTState, settings: Settings) -> MHBTState:
+    schedules = {
+        "temperature": settings.temperature_schedule,
+        "step_size": settings.step_size_schedule,
+    }
+    dtype = state.log_density.dtype
+    values: dict[str, Any] = {
+        name: jnp.asarray(schedule(state.i), dtype)
+        for name, schedule in schedules.items()
+        if schedule is not None
+    }
+    return state._replace(**values)
+
+
+def _mean(mean: jax.Array, value: jax.Array, count: jax.Array) -> jax.Array:
+    return mean + (value - mean) / count
+
+
+def _geometric_mean(mean: jax.Array, value: jax.Array, count: jax.Array) -> jax.Array:
+    """
+    Running mean on a logarithmic scale.
+
+    The noise is larger by orders of magnitude before the chain has found the mode.
+    """
+    new = jnp.exp(_mean(jnp.log(mean + _SILENT), jnp.log(value + _SILENT), count))
+    return jnp.where(jnp.isfinite(value), new, mean)
+
+
+def adapt(
+    state: MHBTState,
+    paired_accept_prob: jax.Array,
+    *,
+    settings: Settings,
+    num_rows: float,
+) -> WarmupState:
+    """What a draw of warm-up teaches."""
+    return Adapter(state.adapt_state.num_warmup, settings).update(
+        state.i - 1,
+        paired_accept_prob,
+        ravel_pytree(state.z)[0],
+        num_rows / state.temperature,
+        state.adapt_state,
+    )
