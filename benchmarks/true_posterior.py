@@ -3,8 +3,9 @@ Draws from mini-batches at temperature 1 beside those of NUTS on all rows.
 
 NUTS runs in float64, from an overdispersed start around the mode and with the Hessian
 there as mass matrix, until mean and standard deviation are each worth 4000 independent
-draws: its own error is then 0.016 standard deviations and 1.1%. Its moments are kept in
-the cache folder. See ``models.py`` for the data folder.
+draws: its own error is then 0.016 standard deviations and 1.1% by coordinate, the
+largest of twenty some two or three times as much. Its moments are kept in the cache
+folder. See ``models.py`` for the data folder.
 
     python benchmarks/true_posterior.py --data DIR --cache DIR
     python benchmarks/true_posterior.py --data DIR --cache DIR --only logistic

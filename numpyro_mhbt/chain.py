@@ -13,16 +13,18 @@ import jax.numpy as jnp
 
 from numpyro_mhbt.adaptation import Adapter, WarmupState
 from numpyro_mhbt.checks import finite_sites
-from numpyro_mhbt.plates import Batch, draw_batch, next_batch
+from numpyro_mhbt.plates import Batch, draw_batch, is_subsampled, next_batch
 from numpyro_mhbt.prepare import Setup, Shared
 from numpyro_mhbt.proposals import Knobs
 from numpyro_mhbt.settings import Settings
-from numpyro_mhbt.setup import initial_params
+from numpyro_mhbt.setup import climb, initial_params
 from numpyro_mhbt.state import MHBTState, from_point, to_point
 from numpyro_mhbt.step import Info, Point, step
 from numpyro_mhbt.target import Data, make_evaluate, shows_noise, site_log_probs
 
 _MEMORY = 30
+_PAIR_EVERY = 50
+_CLIMB_STEPS = 300
 _SILENT = 1e-30  # stands for no noise at all on a logarithmic scale
 
 
@@ -59,7 +61,11 @@ def start(
     rng_key, key_batch, key_init = random.split(rng_key, 3)
     data = data._replace(params=setup.shared.params)
     batch = draw_batch(key_batch, data.plates)
-    flat = _first_point(key_init, settings, data, setup, batch, init_params)
+    if init_params is not None:
+        z = jax.tree.map(lambda x, y: jnp.asarray(y, x.dtype), setup.z, init_params)
+        flat, _ = ravel_pytree(z)
+    else:
+        flat = _first_point(key_init, settings, data, setup, batch, num_warmup)
     unravel = ravel_pytree(setup.z)[1]
     number = partial(jnp.asarray, dtype=flat.dtype)
     temperature = number(setup.temperature)
@@ -96,28 +102,32 @@ def _first_point(
     data: Data,
     setup: Setup,
     batch: Batch,
-    init_params: dict[str, Any] | None,
+    num_warmup: int,
 ) -> jax.Array:
     reference, spread = setup.shared.reference, setup.spread
-    if init_params is not None:
-        z = jax.tree.map(lambda x, y: jnp.asarray(y, x.dtype), setup.z, init_params)
-        return ravel_pytree(z)[0]
-    expanded = reference if reference and reference.grad is not None else None
-    if expanded and spread is not None and settings.init_strategy is None:
-        # An expansion is no good far away. Twice as wide as the posterior, since R-hat
-        # trusts only chains that came from further out.
-        unit = random.normal(rng_key, expanded.z.shape, expanded.z.dtype)
-        return expanded.z + 2 * spread @ unit
-    return ravel_pytree(initial_params(rng_key, settings, data, batch))[0]
+    key_init, key_climb = random.split(rng_key)
+    if settings.init_strategy is None and spread is not None:
+        expanded = reference if reference and reference.grad is not None else None
+        if expanded:
+            # An expansion is no good far away. Twice as wide as the posterior, since
+            # R-hat trusts only chains that came from further out.
+            unit = random.normal(key_init, expanded.z.shape, expanded.z.dtype)
+            return expanded.z + 2 * spread @ unit
+    z = initial_params(key_init, settings, data, batch)
+    if settings.init_strategy is None and num_warmup and is_subsampled(data.plates):
+        # Far out the noise of batches is so loud that hardly a step is accepted. Each
+        # chain climbs on its own, so that several modes are still found.
+        return climb(key_climb, settings, data, z, setup.temperature, _CLIMB_STEPS)
+    return ravel_pytree(z)[0]
 
 
 def next_draw(
-    state: MHBTState, *, settings: Settings, data: Data, warmup: jax.Array
+    state: MHBTState, *, settings: Settings, data: Data, i: jax.Array
 ) -> tuple[MHBTState, jax.Array]:
     """
     ``steps_per_draw`` steps of Algorithm 1, and the acceptance rate to tune by.
 
-    :param warmup: whether the draw belongs to warm-up.
+    :param i: number of this draw, alike in all chains so that branches stay branches.
     """
     state = _follow_schedules(state, settings)
     point, unravel = to_point(state)
@@ -126,6 +136,11 @@ def next_draw(
         # What is known of the point was known at another temperature.
         point = evaluate(point.z, point.batch)
     rng_key, key_steps = random.split(state.rng_key)
+    num_warmup = state.adapt_state.num_warmup
+    warmup = i <= num_warmup
+    since = jnp.where(warmup, i, i - num_warmup)
+    # Afterwards a pair now and then, to know the noise.
+    pair = warmup | (since % _PAIR_EVERY == 1)
     c_n = data.num_rows / state.temperature
     one_step = partial(
         step,
@@ -135,7 +150,7 @@ def next_draw(
         knobs=Knobs(state.step_size, state.beta, c_n, data.num_rows),
         mass_sqrt_inv=state.adapt_state.mass_matrix_sqrt_inv,
         refresh=settings.on_reject == "refresh",
-        pair=warmup,
+        pair=pair,
     )
     if settings.steps_per_draw == 1:
         point, info = one_step(key_steps, point)
@@ -150,18 +165,14 @@ def next_draw(
             jnp.exp(jnp.mean(jnp.log(infos.fresh_noise + _SILENT))),
             jnp.mean(infos.paired_accept_prob),
         )
-    i = state.i + 1
-    since = jnp.where(warmup, i, i - state.adapt_state.num_warmup)
+    num_pairs = jnp.where(warmup, jnp.minimum(since, _MEMORY), since // _PAIR_EVERY + 1)
+    noise = _geometric_mean(state.mean_noise_variance, info.fresh_noise, num_pairs)
     state = state._replace(
-        i=i,
+        i=state.i + 1,
         **from_point(point, unravel),
         accept_prob=info.accept_prob,
         mean_accept_prob=_mean(state.mean_accept_prob, info.accept_prob, since),
-        mean_noise_variance=_geometric_mean(
-            state.mean_noise_variance,
-            info.fresh_noise,
-            jnp.where(warmup, jnp.minimum(since, _MEMORY), since),
-        ),
+        mean_noise_variance=jnp.where(pair, noise, state.mean_noise_variance),
         accepted=info.accepted,
         diverging=info.diverging,
         forward=info.forward,

@@ -57,11 +57,7 @@ def finite_sites(log_probs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 def check_start(finite: Mapping[str, jax.Array]) -> None:
     """Refuse an initial point without density, given :func:`finite_sites` of it."""
-    bad = [
-        f"'{name}'"
-        for name, ok in finite.items()
-        if not_jax_tracer(ok) and not np.all(ok)
-    ]
+    bad = [f"'{name}'" for name, ok in finite.items() if not np.all(ok)]
     if bad:
         raise ValueError(
             "The initial point has zero density, or the data contain NaN: the "
@@ -69,6 +65,22 @@ def check_start(finite: Mapping[str, jax.Array]) -> None:
             "there, mask missing values, or choose another `init_strategy` or "
             "`init_params`."
         )
+
+
+def checked_start(i: jax.Array, finite: Mapping[str, jax.Array]) -> jax.Array:
+    """``i``, once :func:`check_start` has passed."""
+    if all(not_jax_tracer(ok) for ok in finite.values()):
+        check_start(finite)
+        return i
+
+    # `parallel` and `jax.vmap` trace `init`: ask when values are known, and let the
+    # state depend on the answer, so that no step is taken before.
+    def ask(i: np.ndarray, finite: Mapping[str, Any]) -> np.ndarray:
+        check_start(finite)
+        return i
+
+    shape = jax.ShapeDtypeStruct(i.shape, i.dtype)
+    return jax.pure_callback(ask, shape, i, dict(finite), vmap_method="sequential")
 
 
 def nan_rows(

@@ -13,8 +13,6 @@ from numpyro.optim import Adam
 
 from numpyro_mhbt.plates import Batch, Rows
 
-_SEARCH_STEPS = 1000
-
 
 @dataclass(frozen=True)
 class Taylor:
@@ -108,9 +106,10 @@ def find_reference(
     z: jax.Array,
     draw: Callable[[jax.Array], Batch],
     gradient: Callable[[jax.Array, Batch], jax.Array],
+    num_steps: int,
 ) -> jax.Array:
     """Climb a log-density from ``z`` by Adam on mini-batches."""
-    adam = Adam(lambda i: 0.1 * 0.01 ** (i / _SEARCH_STEPS))
+    adam = Adam(lambda i: 0.1 * 0.01 ** (i / num_steps))
 
     def climb(carry: tuple[Any, jax.Array], key: jax.Array) -> tuple[Any, None]:
         state, mean = carry
@@ -118,11 +117,8 @@ def find_reference(
         # A step into a region without density must not spoil the search.
         state = adam.update(-jnp.where(jnp.isfinite(grad), grad, 0.0), state)
         # An average of the late steps is far closer to the mode than the last one.
-        return (state, mean + (adam.get_params(state) - mean) / _MEMORY), None
+        return (state, mean + (adam.get_params(state) - mean) * 10 / num_steps), None
 
-    keys = random.split(rng_key, _SEARCH_STEPS)
+    keys = random.split(rng_key, num_steps)
     (_, mean), _ = lax.scan(climb, (adam.init(z), z), keys)
     return mean
-
-
-_MEMORY = 100

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 import math
@@ -20,7 +20,7 @@ from numpyro_mhbt.adaptation import acceptance_ceiling
 from numpyro_mhbt.prepare import Setup, Shared
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.state import MHBTState
-from numpyro_mhbt.target import Data, shows_noise
+from numpyro_mhbt.target import Data, fingerprint, shows_noise
 
 _STUCK = 0.005
 _LOUD = 8.0  # times the target
@@ -28,7 +28,7 @@ _LEFTOVER = 0.5
 _FAR = 25.0
 _R_HAT = 1.01
 _LARGE = 2**28
-_LOOK_AT = (100, 1000, 10_000, 100_000)
+_LOOK_AT = (1000, 10_000, 100_000)
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,11 @@ def batch_report(mcmc: MCMC) -> BatchReport:
     temperature = float(np.ravel(state.temperature)[0])
     noise = float(np.median(state.mean_noise_variance))
     accept = np.ravel(state.mean_accept_prob)
-    problems = _problems(settings, shared, temperature, noise, accept)
-    problems += _after_the_run(settings, state, r_hat)
+    problems = [
+        *_problems(settings, temperature, noise, accept),
+        *_expansion_problems(settings, shared, temperature),
+        *_after_the_run(settings, state, r_hat),
+    ]
     inflation = _inflation(settings, temperature, noise, values.shape[2])
     verdict = " ".join(problems) or _heat(
         settings, shared, temperature, noise, inflation
@@ -206,11 +209,7 @@ def _heat(
 
 
 def _problems(
-    settings: Settings,
-    shared: Shared,
-    temperature: float,
-    noise: float,
-    accept_prob: np.ndarray,
+    settings: Settings, temperature: float, noise: float, accept_prob: np.ndarray
 ) -> list[str]:
     """
     What speaks against the draws, seen while a run goes on.
@@ -237,15 +236,14 @@ def _problems(
             f"acceptance {accept_prob.min():.2g}). Lower the proposal's `step_size`, "
             "allow more warm-up, or start closer with `init_strategy`."
         )
-    if shared.noise is not None:
-        found += _expansion_problems(settings, shared, temperature)
     return found
 
 
 def _expansion_problems(
     settings: Settings, shared: Shared, temperature: float
 ) -> list[str]:
-    assert shared.noise is not None
+    if shared.noise is None:
+        return []
     variance, leftover = (float(np.ravel(x)[0]) for x in shared.noise)
     if variance <= _LOUD * settings.target_noise and leftover <= _LEFTOVER:
         return []
@@ -263,7 +261,7 @@ def _after_the_run(settings: Settings, state: MHBTState, r_hat: float) -> list[s
     found = []
     if not r_hat < _R_HAT:
         found.append(
-            f"Chains have not mixed: R-hat is {r_hat:.3g}. Draw more, allow more "
+            f"Chains have not mixed: R-hat is {r_hat:.4g}. Draw more, allow more "
             "warm-up, or lower the noise with a larger `subsample_size`."
         )
     reference = state.shared.reference
@@ -309,49 +307,61 @@ def warn_of_setup(settings: Settings, setup: Setup, hidden: Collection[str]) -> 
             "with `subsample_size=1` a batch does not show its own noise, so "
             "`noise_variance` is not known and the bias is not corrected."
         )
-    if setup.shared.noise is not None:
-        for problem in _expansion_problems(
-            settings, setup.shared, float(setup.temperature)
-        ):
-            _warn(problem)
+    heat = float(setup.temperature)
+    for problem in _expansion_problems(settings, setup.shared, heat):
+        _warn(problem)
 
 
-def warn_of_state(settings: Settings, i: jax.Array, state: MHBTState) -> None:
+def warn_of_state(
+    settings: Settings, data: Data, i: jax.Array, state: MHBTState
+) -> None:
     """Say what is wrong, if anything, at the end of warm-up and at times after it."""
+    shared = state.shared
     num_warmup = state.adapt_state.num_warmup
     draws = i - num_warmup
     now = (draws == 0) & (num_warmup > 0)
     for count in _LOOK_AT:
         now |= draws == count
-    # The expansion was judged before the first step.
-    shared = Shared({}, None, None, state.shared.plates, state.shared.num_rows)
-    lax.cond(
+    _say(
         now,
-        partial(jax.debug.callback, partial(_look, settings, shared)),
-        lambda *_: None,
-        now,
+        partial(_look, settings),
         state.temperature,
         state.mean_noise_variance,
         state.mean_accept_prob,
+    )
+    if shared.reference is not None and shared.reference.grad is not None:
+        changed = fingerprint(data) != shared.fingerprint
+        _say((draws % 100 == 1) & changed.any(), _complain_of_data)
+
+
+def _say(now: jax.Array, what: Callable, *values: jax.Array) -> None:
+    """Call ``what`` on the host if ``now``."""
+
+    def call(now: np.ndarray, *values: np.ndarray) -> None:
+        # A branch that was mapped over chains cannot keep others from coming here.
+        if np.all(now):
+            what(*values)
+
+    lax.cond(now, partial(jax.debug.callback, call), lambda *_: None, now, *values)
+
+
+def _complain_of_data() -> None:
+    _warn(
+        "the run goes on with other data than those of the control variate's sums, so "
+        "its draws belong to neither. Start anew: call `run` without "
+        "`post_warmup_state`."
     )
 
 
 def _look(
     settings: Settings,
-    shared: Shared,
-    now: np.ndarray,
     temperature: np.ndarray,
     noise_variance: np.ndarray,
     accept_prob: np.ndarray,
 ) -> None:
-    """
-    :param now: whether to look at all; a branch that was mapped over chains cannot
-        keep others from coming here.
-    """
-    if np.all(now):
-        heat, noise = np.ravel(temperature)[0], np.median(noise_variance)
-        for text in _problems(settings, shared, heat, noise, np.ravel(accept_prob)):
-            _warn(text)
+    heat, noise = np.ravel(temperature)[0], np.median(noise_variance)
+    for text in _problems(settings, heat, noise, np.ravel(accept_prob)):
+        _warn(text)
 
 
 def hint_large_constants(data: Data) -> None:

@@ -13,7 +13,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_mhbt.chain import adapt, evaluator, next_draw, start
-from numpyro_mhbt.checks import check_names, check_sites, check_start
+from numpyro_mhbt.checks import check_names, check_sites, checked_start
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.diagnostics import hint_large_constants, warn_of_setup, warn_of_state
 from numpyro_mhbt.plates import first_rows, full_data
@@ -42,7 +42,8 @@ class MHBT(MCMCKernel):
     evaluation (with gradient, unless the proposal is a random walk) on m rows whatever
     n is. The draws approximate the posterior raised to the power 1/T, where
     :math:`T = n / c_n` is the temperature: they are wider than the posterior by about
-    :math:`\sqrt T`.
+    :math:`\sqrt T`. With ``control_variate=Taylor(order=2)`` regular models are sampled
+    at T = 1. :func:`~numpyro_mhbt.batch_report` says what a run is worth.
 
     :param model: NumPyro model. Latent sites must be continuous and stand outside the
         subsampled plates. ``mask``, ``scale`` and ``factor`` inside such a plate count
@@ -52,11 +53,22 @@ class MHBT(MCMCKernel):
     :param proposal: :class:`~numpyro_mhbt.RSGLD` (default), :class:`~numpyro_mhbt.SGLD`
         or :class:`~numpyro_mhbt.RandomWalk`.
     :param float c_n: scale of the mean log-likelihood, at most n.
-    :param float temperature: :math:`T = n / c_n`, given instead of ``c_n``. With
-        neither, :math:`c_n = \tfrac23 \sqrt m`, somewhat below :math:`\sqrt m` as the
-        paper advises, or T = 1 if nothing is subsampled.
+    :param temperature: :math:`T = n / c_n`, given instead of ``c_n``; or a schedule, a
+        function of the number of draws so far (each draw then costs one more
+        evaluation). With neither, T is chosen once, before warm-up and alike in all
+        chains: the coldest, not below 1, at which the noise variance of the
+        log-density is about ``target_noise`` at typical points of a Gaussian
+        approximation. With more than 500 parameters that approximation is not made and
+        :math:`c_n = \tfrac23 \sqrt m`, somewhat below :math:`\sqrt m` as the paper
+        advises. If nothing is subsampled, T = 1.
+    :param float target_noise: noise variance that the choice of T aims at.
     :param control_variate: :class:`~numpyro_mhbt.Taylor`, or ``None`` for the paper's
-        plain estimate.
+        plain estimate. Orders 1 and 2 pass over all rows once before sampling.
+    :param bool bias_correction: subtract half the noise variance, as estimated on the
+        batch, from the log-density: without it noise inflates the spread. At m = n it
+        vanishes. Order 2 without it may have no proper target.
+    :param int num_blocks: parts of the batch, of which each step draws one anew. The
+        noise in the acceptance ratio falls by their number; the bias does not.
     :param int steps_per_draw: steps between two draws. They run in one compiled loop,
         which is cheaper than ``thinning`` with a progress bar.
     :param str on_reject: ``"keep"`` the batch of the current point, or ``"refresh"`` it
@@ -69,7 +81,11 @@ class MHBT(MCMCKernel):
     :param float target_accept_prob: acceptance rate that warm-up aims at, apart from
         the noise of mini-batches: the rate of all moves is about this one times the
         highest that the noise allows. ``None``: 0.57, or 0.3 for a random walk.
-    :param init_strategy: as for :class:`~numpyro.infer.hmc.NUTS`.
+    :param init_strategy: as for :class:`~numpyro.infer.hmc.NUTS`. ``None``: each chain
+        climbs from :func:`~numpyro.infer.initialization.init_to_uniform` for some
+        mini-batch steps, since far out noise would keep it from moving; with a control
+        variate of order 1 or 2, which is no good far from its reference, chains start
+        around that point, twice as wide as the posterior.
 
     **Example**
 
@@ -183,7 +199,7 @@ class MHBT(MCMCKernel):
         state, finite = self._jit_start(
             data, setup, rng_key, init_params, num_warmup=num_warmup
         )
-        check_start(finite)
+        state = state._replace(i=checked_start(state.i, finite))
         self._sample_fn = "sample"
         return state
 
@@ -191,15 +207,18 @@ class MHBT(MCMCKernel):
         self, state: MHBTState, model_args: tuple, model_kwargs: dict[str, Any] | None
     ) -> MHBTState:
         data, _ = read(self._settings.model, model_args, model_kwargs)
+        if data.plates != state.shared.plates:
+            raise ValueError(
+                f"The chain began with the plates {state.shared.plates}, and cannot go "
+                f"on with data that make them {data.plates}."
+            )
         hint_large_constants(data)
         num_warmup = state.adapt_state.num_warmup
         vectorized = jnp.ndim(state.i) == 1
         lift = jax.vmap if vectorized else _as_is
         # All chains are at the same `i`, so that a branch on it stays a branch.
         i = 1 + (state.i[0] if vectorized else state.i)
-        advance = partial(
-            next_draw, settings=self._settings, data=data, warmup=i <= num_warmup
-        )
+        advance = partial(next_draw, settings=self._settings, data=data, i=i)
         state, paired_accept_prob = lift(advance)(state)
         if num_warmup:
             learn = partial(adapt, settings=self._settings, num_rows=data.num_rows)
@@ -213,7 +232,7 @@ class MHBT(MCMCKernel):
             state = state._replace(adapt_state=adapt_state)
             if self._settings.step_size_schedule is None:
                 state = state._replace(step_size=adapt_state.step_size)
-        warn_of_state(self._settings, i, state)
+        warn_of_state(self._settings, data, i, state)
         return state
 
     def refresh(

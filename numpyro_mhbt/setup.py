@@ -31,6 +31,8 @@ from numpyro_mhbt.plates import (
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.target import Data, make_evaluate, num_rows, site_log_probs
 
+_SEARCH_STEPS = 1000
+
 
 class Look(NamedTuple):
     """A valid point, findings that may be errors, and the end of a search."""
@@ -151,17 +153,19 @@ def look(data: Data, temperature: jax.Array, settings: Settings) -> Look:
             z_ref = unconstrain_fn(on_batch, data.args, data.kwargs, given)
             reference, _ = ravel_pytree({name: z_ref[name] for name in z})
         elif control is not None or chosen:
-            reference = _search(key_search, settings, data, z, temperature)
+            reference = climb(key_search, settings, data, z, temperature, _SEARCH_STEPS)
     return Look(z, data.params, finite, nan_rows(model, data, z), reference)
 
 
-def _search(
+def climb(
     rng_key: jax.Array,
     settings: Settings,
     data: Data,
     z: dict[str, Any],
     temperature: jax.Array,
+    num_steps: int,
 ) -> jax.Array:
+    """Where mini-batch optimisation of the tempered log-density leads from ``z``."""
     flat, unravel = ravel_pytree(z)
     evaluate = make_evaluate(
         settings.model,
@@ -178,6 +182,7 @@ def _search(
         flat,
         draw=partial(draw_batch, plates=data.plates),
         gradient=lambda z, batch: evaluate(z, batch).grad,
+        num_steps=num_steps,
     )
 
 

@@ -36,11 +36,11 @@ class Info(NamedTuple):
     diverging: jax.Array
     forward: jax.Array
     fresh_noise: jax.Array
-    """Noise variance of the proposal. The chain lingers on batches that flatter it, so
-    that of the current point is no fair sample."""
+    """Noise variance of the current θ on the fresh batch. The chain lingers on batches
+    that flatter it, so that on its own batch is no fair sample. Only if ``pair``."""
     paired_accept_prob: jax.Array
-    """Of the move if both points had the proposal's batch, where most noise cancels:
-    what to tune by."""
+    """Of the move if both points had the fresh batch, where most noise cancels: what to
+    tune by. Only if ``pair``."""
 
 
 def step(
@@ -84,11 +84,14 @@ def step(
     log_ratio = jnp.where(diverging, -jnp.inf, log_ratio)
     accepted = jnp.log(random.uniform(key_accept, dtype=log_ratio.dtype)) < log_ratio
 
-    def paired() -> jax.Array:
+    def paired() -> tuple[jax.Array, jax.Array]:
         fresh = evaluate(point.z, batch)
-        return _accept_prob(log_ratio + point.value - fresh.value)
+        paired_ratio = log_ratio + point.value - fresh.value
+        return fresh.noise_variance, _accept_prob(paired_ratio)
 
-    paired_accept_prob = lax.cond(pair, paired, lambda: jnp.ones_like(point.value))
+    def alone() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros_like(new.noise_variance), jnp.zeros_like(new.value)
+
     kept = point
     if refresh:
         kept = lax.cond(accepted, lambda: point, lambda: evaluate(point.z, batch))
@@ -98,8 +101,7 @@ def step(
         accepted.astype(jnp.int32),
         diverging,
         move.forward.astype(jnp.int32),
-        new.noise_variance,
-        paired_accept_prob,
+        *lax.cond(pair, paired, alone),
     )
     return point, info
 

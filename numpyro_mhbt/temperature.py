@@ -18,7 +18,7 @@ MAX_DIM = 500
 """Above it a d x d matrix is not formed for the sake of T alone."""
 _POOL = 2**13
 _GRID = 25
-_POINTS = 16
+_POINTS = 32
 _MIN_PRECISION = 0.01
 
 

@@ -1,6 +1,7 @@
 """Everything that NumPyro's ``MCMC`` promises holds for the kernel."""
 
 from contextlib import contextmanager
+import dataclasses
 from functools import cache
 import pickle
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_median, init_to_sample, init_to_value
 import pytest
 
-from numpyro_mhbt import MHBT, RandomWalk
+from numpyro_mhbt import MHBT, RandomWalk, Taylor
 
 ROWS, BATCH = 200, 40
 Y = np.random.default_rng(0).normal(0.5, 1.0, ROWS).astype(np.float32)
@@ -413,3 +414,31 @@ def test_refresh_changes_nothing_for_the_same_data(x64, num_chains):
     assert_equal((other.z, other.batch), (state.z, state.batch))
     assert np.all(other.potential_energy != state.potential_energy)
     assert np.all(other.log_density != state.log_density)
+
+
+def test_kernel_shared_by_two_runs_of_different_warmup():
+    """Each chain knows its own warm-up."""
+    kernel = make_kernel()
+    mcmc = make_mcmc(kernel, bar=False)
+    mcmc.run(random.key(0), Y)
+    make_mcmc(kernel, bar=False, num_warmup=500, num_samples=1).run(random.key(1), Y)
+    before = mcmc.last_state.step_size
+    resume(mcmc, Y)
+    assert mcmc.last_state.step_size == before
+    assert mcmc.last_state.adapt_state.num_warmup == 50
+
+
+@pytest.mark.parametrize("order", [0, 2])
+def test_step_allocates_nothing_of_the_size_of_the_data(order):
+    kernel = MHBT(model, temperature=1.0, control_variate=Taylor(order))
+    state = kernel.init(random.key(0), 10, None, (Y,), {})
+
+    def temporary(n):
+        plates = (state.shared.plates[0]._replace(size=n),)
+        shared = dataclasses.replace(state.shared, plates=plates)
+        args = (jax.ShapeDtypeStruct((n,), np.float32),)
+        step = jax.jit(lambda s, a: kernel.sample(s, a, {}))
+        compiled = step.lower(state._replace(shared=shared), args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(10**8) < temporary(10**4) + 10**4

@@ -20,6 +20,7 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=ROWS).astype(np.float32)
 Y = (0.5 * X + RNG.normal(size=ROWS)).astype(np.float32)
 METHODS = ["vectorized", "sequential"]
+TOP = {"top": 2.0}
 
 
 def regression(x, y, subsample_size=BATCH):
@@ -103,6 +104,13 @@ def run(kernel, *args, method="vectorized", num_chains=1, **options):
             ["`on_reject`", "'keep' or 'refresh'", "got 'drop'"],
         ),
         (lambda: MHBT(regression, steps_per_draw=0), ["`steps_per_draw`", "got 0"]),
+        (lambda: MHBT(regression, num_blocks=0), ["`num_blocks`", "got 0"]),
+        (lambda: MHBT(regression, target_noise=-1), ["`target_noise`", "got -1"]),
+        (
+            lambda: MHBT(regression, target_accept_prob=2),
+            ["`target_accept_prob`", "between 0 and 1", "got 2"],
+        ),
+        (lambda: Taylor(order=3), ["order must be 0, 1 or 2", "got 3"]),
         (lambda: RSGLD(noise="white"), ["RSGLD", "noise", "got 'white'"]),
         (lambda: RSGLD(hastings="no"), ["RSGLD", "hastings", "got 'no'"]),
         (lambda: RSGLD(beta=0.5), ["RSGLD", "beta", "at least 1", "got 0.5"]),
@@ -122,6 +130,52 @@ def test_bad_options(make, words):
         make()
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"proposal": "rsgld"}, ["`proposal`", "`RSGLD()`", "got 'rsgld'"]),
+        ({"proposal": RSGLD}, ["`proposal`", "`RSGLD()`"]),
+        ({"control_variate": 0}, ["`control_variate`", "`Taylor(order=0)`", "got 0"]),
+        ({"c_n": "20"}, ["`c_n`", "number", "got '20'"]),
+        ({"steps_per_draw": 2.5}, ["`steps_per_draw`", "integer", "got 2.5"]),
+        ({"num_blocks": "two"}, ["`num_blocks`", "integer", "got 'two'"]),
+    ],
+)
+def test_arguments_of_the_wrong_type(options, words):
+    with pytest.raises(TypeError) as error:
+        MHBT(regression, **options)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("method", ["parallel", jax.vmap])
+def test_start_without_density_where_values_are_traced(method):
+    with pytest.raises(Exception, match="initial point has zero density"):
+        mcmc = run(
+            MHBT(bounded, temperature=2.0, init_strategy=init_to_value(values=TOP)),
+            jnp.linspace(0.1, 1.0, ROWS),
+            method=method,
+            num_chains=2,
+            init_params={"top": jnp.array([-5.0, -5.0])},
+        )
+        jax.block_until_ready(mcmc.get_samples())
+
+
+def test_batch_of_one_row_does_not_claim_to_know_its_noise():
+    with pytest.warns(UserWarning, match="subsample_size=1"):
+        mcmc = run(
+            MHBT(regression),
+            X,
+            Y,
+            subsample_size=1,
+            extra_fields=("noise_variance", "temperature"),
+        )
+    fields = mcmc.get_extra_fields()
+    assert np.all(np.isnan(fields["noise_variance"]))
+    assert np.all(np.isfinite(mcmc.get_samples()["w"]))
+    assert fields["temperature"][0] > 20  # chosen all the same, from more rows
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,0 +1,183 @@
+"""
+Effective samples per second of the posterior itself: MHBT at T = 1 and its peers.
+
+Logistic regression, d = 20. One chain each, all in compiled loops on the same data,
+alternating; the median over repeats counts, compilation and warm-up apart. The error of
+each is shown beside its speed, against a Laplace approximation (exact to a per mille at
+these n): a fast sampler of something else is no sampler.
+
+    python benchmarks/ess_per_second.py --rows 1000000
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+import time
+
+import blackjax
+from blackjax.sgmcmc import gradients
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+from models import logistic
+import numpy as np
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import HMC, HMCECS, NUTS, init_to_value
+from numpyro.infer.mcmc import MCMCKernel
+
+from numpyro_mhbt import MHBT, SGLD, Taylor, full_data
+
+WARMUP = 1000
+
+
+@dataclass
+class Sampler:
+    """``draw(state)`` returns the next state and draws, in one compiled call."""
+
+    name: str
+    start: Callable[[], object]
+    draw: Callable[[object], tuple[object, jax.Array]]
+
+
+def laplace(x: jax.Array, y: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Mode and standard deviations of the posterior."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    w = np.zeros(x.shape[1])
+    for _ in range(10):
+        p = 1 / (1 + np.exp(-x @ w))
+        hessian = (x * (p * (1 - p))[:, None]).T @ x + np.eye(len(w))
+        w = w + np.linalg.solve(hessian, x.T @ (y - p) - w)
+    return w, np.sqrt(np.diag(np.linalg.inv(hessian)))
+
+
+def numpyro_sampler(
+    name: str, kernel: MCMCKernel, args: tuple, draws: int, warmup: int = WARMUP
+) -> Sampler:
+    @partial(jax.jit, static_argnums=2)
+    def loop(state: object, args: tuple, length: int) -> tuple[object, jax.Array]:
+        def one(state: object, _: None) -> tuple[object, jax.Array]:
+            state = kernel.sample(state, args, {})
+            return state, state.z["w"]
+
+        return lax.scan(one, state, None, length=length)
+
+    def start() -> object:
+        state = kernel.init(random.key(1), warmup, None, args, {})
+        return loop(state, args, warmup)[0]
+
+    return Sampler(name, start, lambda state: loop(state, args, draws))
+
+
+def sgld_cv(
+    args: tuple, m: int, mode: np.ndarray, step_size: float, draws: int, thin: int
+) -> Sampler:
+    n, center = len(args[1]), jnp.asarray(mode, jnp.float32)
+
+    def log_prior(w: jax.Array) -> jax.Array:
+        return -jnp.sum(w**2) / 2
+
+    def log_likelihood(w: jax.Array, row: tuple) -> jax.Array:
+        logit = row[0] @ w
+        return row[1] * logit - jax.nn.softplus(logit)
+
+    estimate = gradients.grad_estimator(log_prior, log_likelihood, n)
+    sgld = blackjax.sgld(gradients.control_variates(estimate, center, args))
+
+    @jax.jit
+    def loop(carry: tuple, args: tuple) -> tuple[object, jax.Array]:
+        def one(carry: tuple, _: None) -> tuple[tuple, None]:
+            w, key = carry
+            key, key_rows, key_step = random.split(key, 3)
+            rows = random.randint(key_rows, (m,), 0, n)
+            batch = (args[0][rows], args[1][rows])
+            return (sgld.step(key_step, w, batch, step_size), key), None
+
+        def kept(carry: tuple, _: None) -> tuple[tuple, jax.Array]:
+            carry, _ = lax.scan(one, carry, None, length=thin)
+            return carry, carry[0]
+
+        return lax.scan(kept, carry, None, length=draws)
+
+    def start() -> object:
+        return loop((center, random.key(1)), args)[0]
+
+    name = f"BlackJAX SGLD-CV, m = {m}, step {step_size * n:.2g}/n"
+    return Sampler(name, start, lambda state: loop(state, args))
+
+
+def make_samplers(n: int) -> tuple[list[Sampler], tuple]:
+    problem = logistic(n)
+    args = problem.args
+    mode, sd = laplace(*args)
+    near = init_to_value(values={"w": jnp.asarray(mode, jnp.float32)})
+    samplers = []
+    for m in (100, 300, 1000):
+        model = partial(problem.model.func, m=m)
+        for proposal in (None, SGLD()):
+            kernel = MHBT(model, proposal, control_variate=Taylor(order=2))
+            name = "default" if proposal is None else "SGLD"
+            label = f"MHBT {name}, order 2, m = {m}"
+            samplers.append(numpyro_sampler(label, kernel, args, 20_000))
+        for blocks in (1, 10):
+            proxy = HMCECS.taylor_proxy({"w": jnp.asarray(mode, jnp.float32)}, degree=2)
+            for inner in (
+                NUTS(model, init_strategy=near),
+                HMC(model, init_strategy=near, trajectory_length=None, num_steps=4),
+            ):
+                kernel = HMCECS(inner, num_blocks=blocks, proxy=proxy)
+                kind = "NUTS" if isinstance(inner, NUTS) else "HMC 4 steps"
+                label = f"HMCECS {kind}, Taylor 2, m = {m}, {blocks} block(s)"
+                samplers.append(numpyro_sampler(label, kernel, args, 2000))
+        for step in (0.1, 0.3, 1.0):
+            # ESS per second does not change with thinning as long as draws correlate.
+            samplers.append(sgld_cv(args, m, mode, step / n, 4000, 5))
+    nuts = NUTS(full_data(problem.model), init_strategy=near)
+    draws = min(1000, max(20, int(5e7 / n)))
+    samplers.append(numpyro_sampler("NUTS, all rows", nuts, args, draws, 100))
+    return samplers, (mode, sd)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
+    parser.add_argument("--rows", type=int, default=10**6)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="+", help="parts of the names to run")
+    args = parser.parse_args()
+    samplers, (mode, sd) = make_samplers(args.rows)
+    if args.only:
+        samplers = [s for s in samplers if any(part in s.name for part in args.only)]
+    states, setup = [], []
+    for sampler in samplers:
+        begin = time.perf_counter()
+        state = jax.block_until_ready(sampler.start())
+        setup.append(time.perf_counter() - begin)
+        states.append(jax.block_until_ready(sampler.draw(state)[0]))
+        print(f"ready: {sampler.name} ({setup[-1]:.1f} s)", flush=True)
+    speed = np.zeros((args.repeats, len(samplers)))
+    draws: list[list[np.ndarray]] = [[] for _ in samplers]
+    for repeat in range(args.repeats):
+        for j, sampler in enumerate(samplers):
+            begin = time.perf_counter()
+            states[j], w = jax.block_until_ready(sampler.draw(states[j]))
+            seconds = time.perf_counter() - begin
+            w = np.asarray(w, np.float64)
+            speed[repeat, j] = effective_sample_size(w[None]).min() / seconds
+            draws[j].append(w)
+    print("| sampler | ESS/s | ratio to NUTS | mean error, sd | sd error | set-up, s |")
+    print("| --- " * 6 + "|")
+    medians = np.median(speed, axis=0)
+    for j, sampler in enumerate(samplers):
+        w = (np.concatenate(draws[j]) - mode) / sd
+        ratio = np.median(speed[:, j] / speed[:, -1])
+        print(
+            f"| {sampler.name} | {medians[j]:.0f} | {ratio:.3g} | "
+            f"{np.abs(w.mean(0)).max():.3f} | {np.abs(w.std(0) - 1).max():.3f} | "
+            f"{setup[j]:.1f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""Control variates, bias correction, blocks and the choice of T: what they promise."""
+
+from chains import run_chains, z_score
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+import pytest
+from scipy import stats
+
+from numpyro_mhbt import MHBT, SGLD, RandomWalk, Taylor, batch_report
+from numpyro_mhbt.plates import Plate, next_batch
+from numpyro_mhbt.temperature import coldest
+
+N, M, D = 10_000, 1000, 10
+
+
+def gaussian(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 100).expand([D]).to_event(1))
+    with numpyro.plate("N", len(y), subsample_size=M) as rows:
+        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[rows])
+
+
+def logistic(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("N", len(x), subsample_size=M) as rows:
+        numpyro.sample("y", dist.Bernoulli(logits=x[rows] @ w), obs=y[rows])
+
+
+def logistic_data(n, d, key=0):
+    keys = random.split(random.key(key), 3)
+    x = random.normal(keys[0], (n, d))
+    w = 0.5 * random.normal(keys[1], (d,))
+    return x, random.bernoulli(keys[2], jax.nn.sigmoid(x @ w)).astype(jnp.float32)
+
+
+def laplace(x, y):
+    """Mode and standard deviations, by Newton's method in double precision."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    w = np.zeros(x.shape[1])
+    for _ in range(20):
+        p = 1 / (1 + np.exp(-x @ w))
+        hessian = (x * (p * (1 - p))[:, None]).T @ x + np.eye(len(w))
+        w = w + np.linalg.solve(hessian, x.T @ (y - p) - w)
+    return w, np.sqrt(np.diag(np.linalg.inv(hessian)))
+
+
+def make_mcmc(kernel, **kwargs):
+    settings = {"num_warmup": 500, "num_samples": 500, "num_chains": 4}
+    settings |= {"chain_method": "vectorized", "progress_bar": False}
+    return MCMC(kernel, **(settings | kwargs))
+
+
+slow = pytest.mark.slow
+SPREAD = [
+    pytest.param(20, True, marks=slow),
+    pytest.param(100, True, marks=slow),
+    (300, True),
+    pytest.param(20, False, marks=slow),
+    (100, False),
+    pytest.param(300, False, marks=slow),
+]
+
+
+@pytest.mark.parametrize("c_n, correct", SPREAD)
+def test_spread_of_a_gaussian_mean(c_n, correct):
+    """Within 3% of the tempered posterior, or of the inflation that theory predicts."""
+    y = random.normal(random.key(0), (N, D))
+    kernel = MHBT(gaussian, SGLD(), c_n=c_n, bias_correction=correct)
+    draws = 20_000 if c_n == 300 and not correct else 4000
+    mu = run_chains(kernel, y, num_chains=64, burn=1000, draws=draws)["mu"]
+    # The finite-population factor 1 - m/n belongs to the noise and so to the bias.
+    predicted = 1 if correct else 1 / (1 - c_n / M * (1 - M / N))
+    squares = (mu - np.asarray(y).mean(0)).reshape(64, -1) ** 2 * c_n
+    error = squares.mean(1).std() / 8 / predicted
+    assert 3 * error < 0.03  # so that Monte Carlo error does not decide
+    assert squares.mean() == pytest.approx(predicted, rel=0.03)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_posterior_itself_from_batches(order):
+    """T = 1 is chosen, and means and spread are those of the posterior."""
+    x, y = logistic_data(50_000, 5)
+    mode, sd = laplace(x, y)
+    mcmc = make_mcmc(
+        MHBT(logistic, SGLD(), control_variate=Taylor(order)),
+        num_chains=64,
+        num_warmup=1000,
+        num_samples=1500,
+    )
+    mcmc.run(random.key(1), x, y)
+    report = batch_report(mcmc)
+    assert report.temperature == 1
+    assert report.trusted
+    w = (np.asarray(mcmc.get_samples(group_by_chain=True)["w"]) - mode) / sd
+    # The posterior is not quite Gaussian: its mean is within a few hundredths of a
+    # standard deviation of the mode.
+    assert np.all(np.abs(w.mean((0, 1))) < 0.1)
+    assert np.all(np.abs(w.std((0, 1)) - 1) < 0.03)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers", "ignore:MHBT. T = ")
+@pytest.mark.parametrize("method", ["sequential", "parallel", "vectorized", jax.vmap])
+def test_one_temperature_for_all_chains(method):
+    x, y = logistic_data(20_000, 4)
+    mcmc = make_mcmc(
+        MHBT(logistic), num_chains=2, chain_method=method, num_warmup=20, num_samples=10
+    )
+    mcmc.run(random.key(0), x, y, extra_fields=("temperature",))
+    temperature = np.asarray(mcmc.get_extra_fields()["temperature"])
+    assert np.ptp(temperature) == 0
+    # v = c d / m in a regular model
+    assert 20_000 / temperature[0] == pytest.approx(M / 4, rel=0.5)
+
+
+def test_noise_is_near_its_target():
+    y = random.normal(random.key(0), (N, D))
+    for target in (0.3, 3.0):
+        kernel = MHBT(gaussian, SGLD(), target_noise=target)
+        mcmc = make_mcmc(kernel, num_warmup=1000)
+        mcmc.run(random.key(0), y)
+        noise = np.median(mcmc.last_state.mean_noise_variance)
+        assert noise == pytest.approx(target, rel=0.35)
+
+
+def test_coldest():
+    assert coldest(lambda t: 100 / t, n=1e5, target=1.0) == pytest.approx(100)
+    assert coldest(lambda t: 1e4 / t**2, n=1e5, target=1.0) == pytest.approx(100)
+    assert coldest(lambda t: 0.5 * t**0, n=1e5, target=1.0) == 1
+    assert coldest(lambda t: 2.0 * t, n=1e5, target=1.0) == 1  # loud whatever T
+    loud_at_first = coldest(lambda t: np.where(t < 50, np.inf, 0.1), 1e5, 1.0)
+    assert loud_at_first >= 50
+
+
+def test_blocks_stay_distinct_and_uniform():
+    plates = (Plate("N", 9, 4),)
+    key = random.key(0)
+
+    def chain(key):
+        def move(batch, key):
+            batch = next_batch(key, batch, plates, 3)
+            return batch, batch["N"]
+
+        return jax.lax.scan(move, {"N": jnp.arange(4)}, random.split(key, 200))[1]
+
+    rows = np.sort(jax.vmap(chain)(random.split(key, 3000)), axis=-1)
+    assert np.all(np.diff(rows) > 0)
+    assert rows.min() == 0
+    assert rows.max() == 8
+    # Two of four rows change at a time.
+    kept = [len(set(a) & set(b)) for a, b in zip(rows[0], rows[0, 1:], strict=False)]
+    assert min(kept) == 2
+    # After 200 moves all 126 batches are as likely.
+    codes = (2 ** rows[:, -1]).sum(-1)
+    counts = np.unique(codes, return_counts=True)[1]
+    assert len(counts) == 126
+    assert stats.chisquare(counts).pvalue > 1e-4
+
+
+def test_blocks_raise_acceptance():
+    y = random.normal(random.key(0), (N, D))
+    rates = []
+    for num_blocks in (1, 10):
+        kernel = MHBT(
+            gaussian,
+            RandomWalk(1e-3),
+            c_n=300,
+            num_blocks=num_blocks,
+            adapt_step_size=False,
+        )
+        mcmc = make_mcmc(kernel)
+        # One standard deviation off in each coordinate: the walk hardly leaves.
+        start = jnp.broadcast_to(y.mean(0) + 300**-0.5, (4, D))
+        mcmc.run(random.key(0), y, init_params={"mu": start})
+        rates.append(np.mean(mcmc.last_state.mean_accept_prob))
+    # v is about 3: at most 0.22 of all moves, and with v / 10 0.70
+    assert rates[0] < 0.3
+    assert rates[1] > 0.6
+
+
+def test_schedules_of_temperature_and_step_size():
+    y = random.normal(random.key(0), (N, D))
+
+    def cooling(i):
+        return jnp.maximum(500.0 * 0.5 ** (i / 20), 100.0)
+
+    def shrinking(i):
+        return 0.1 / (1 + i / 100)
+
+    kernel = MHBT(gaussian, SGLD(shrinking), temperature=cooling)
+    mcmc = make_mcmc(kernel, num_warmup=0, num_samples=1000)
+    fields = ("temperature", "step_size")
+    mcmc.run(random.key(0), y, extra_fields=fields)
+    extra = mcmc.get_extra_fields(group_by_chain=True)
+    i = np.arange(1000)
+    np.testing.assert_allclose(extra["temperature"][0], cooling(i), rtol=1e-5)
+    np.testing.assert_allclose(extra["step_size"][0], shrinking(i), rtol=1e-5)
+
+
+def test_annealed_chain_ends_at_its_last_temperature():
+    """Values kept from hotter draws must not decide at colder ones."""
+    y = random.normal(random.key(0), (N, D))
+
+    def cooling(i):
+        return jnp.where(i < 300, 2000.0, 200.0)
+
+    kernel = MHBT(gaussian, SGLD(0.3), temperature=cooling)
+    mu = run_chains(kernel, y, num_chains=128, burn=800, draws=1500)["mu"]
+    squares = ((mu - np.asarray(y).mean(0)) ** 2).mean(-1) * N / 200
+    assert abs(z_score(squares, 1.0)) < 4
+
+
+def test_expansion_that_misses_too_much_is_told():
+    """Columns that three rows of 50 000 have: batches mostly do not see them."""
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 2).expand([x.shape[1]]).to_event(1))
+        with numpyro.plate("N", len(x), subsample_size=100) as rows:
+            numpyro.sample("y", dist.Bernoulli(logits=x[rows] @ w), obs=y[rows])
+
+    x, y = logistic_data(50_000, 3)
+    rare = np.zeros((50_000, 8), np.float32)
+    for column in range(8):
+        rare[column * 7 + np.arange(3), column] = 1
+    mcmc = make_mcmc(MHBT(model, SGLD(), control_variate=Taylor(2)))
+    with pytest.warns(UserWarning, match=r"Taylor\(order=2\) misses is too large"):
+        mcmc.run(random.key(0), jnp.hstack([x, rare]), y)
+    with pytest.warns(UserWarning, match="few rows inform"):
+        assert not batch_report(mcmc).trusted
+
+
+def test_resume_with_other_data_is_told():
+    x, y = logistic_data(5000, 3)
+    mcmc = make_mcmc(
+        MHBT(logistic, SGLD(), control_variate=Taylor(2)), jit_model_args=True
+    )
+    mcmc.warmup(random.key(0), x, y)
+    mcmc.post_warmup_state = mcmc.last_state
+    with pytest.warns(UserWarning, match="other data"):
+        mcmc.run(random.key(1), x, 1 - y)
+        jax.effects_barrier()
+
+
+def test_reference_without_derivatives():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("N", len(y), subsample_size=2) as rows:
+            numpyro.factor("root", -jnp.sqrt(jnp.abs(mu)) * y[rows] ** 2)
+
+    control = Taylor(1, ref_params={"mu": jnp.zeros(())})
+    kernel = MHBT(model, control_variate=control, temperature=1.0)
+    with pytest.raises(ValueError, match="no finite derivatives at the reference"):
+        kernel.init(random.key(0), 0, None, (jnp.ones(5),), {})
+
+
+class TestBatchReport:
+    """A verdict in plain words, and the same text as a warning if it is bad."""
+
+    y = random.normal(random.key(0), (N, D))
+
+    def run(self, kernel, **kwargs):
+        mcmc = make_mcmc(kernel, **({"num_samples": 8000} | kwargs))
+        mcmc.run(random.key(0), self.y)
+        return mcmc
+
+    def test_hot(self):
+        report = batch_report(self.run(MHBT(gaussian, SGLD())))
+        assert report.num_rows == N
+        assert report.subsample_size == {"N": M}
+        assert report.c_n == pytest.approx(N / report.temperature)
+        assert report.accept_prob < report.accept_ceiling
+        assert report.spread_inflation == pytest.approx(report.temperature**0.5)
+        assert 1e-3 < report.ess_per_gradient < 1
+        assert report.num_diverging == 0
+        assert "times wider than the posterior; raise subsample_size" in report.verdict
+        assert report.verdict in str(report)
+
+    def test_hotter_than_need_be(self):
+        report = batch_report(self.run(MHBT(gaussian, SGLD(), c_n=5)))
+        assert "noise near the target would allow T = " in report.verdict
+
+    def test_uncorrected_noise_counts(self):
+        kernel = MHBT(gaussian, SGLD(), c_n=200, bias_correction=False)
+        report = batch_report(self.run(kernel, num_samples=20_000))
+        expected = np.sqrt(N / 200 / (1 - 200 / M))
+        assert report.spread_inflation == pytest.approx(expected, rel=0.1)
+
+    def test_loud(self):
+        kernel = MHBT(gaussian, SGLD(), c_n=3000, bias_correction=False)
+        with pytest.warns(UserWarning, match="noise variance .* are biased"):
+            mcmc = self.run(kernel)
+        with pytest.warns(UserWarning, match="noise variance"):
+            assert not batch_report(mcmc).trusted
+
+    def test_stuck(self):
+        kernel = MHBT(gaussian, RandomWalk(1e4), c_n=20, adapt_step_size=False)
+        with pytest.warns(UserWarning, match="accepted next to nothing"):
+            mcmc = self.run(kernel)
+        with pytest.warns(UserWarning, match="accepted next to nothing"):
+            report = batch_report(mcmc)
+        assert report.ess_per_gradient < 1e-3
+
+    def test_unmixed(self):
+        kernel = MHBT(gaussian, RandomWalk(1e-4), c_n=20, adapt_step_size=False)
+        with pytest.warns(UserWarning, match="have not mixed: R-hat"):
+            batch_report(self.run(kernel))
+
+    def test_far_reference(self):
+        control = Taylor(1, ref_params={"mu": jnp.ones(D)})
+        kernel = MHBT(gaussian, SGLD(), control_variate=control, temperature=1.0)
+        mcmc = self.run(kernel)
+        with pytest.warns(UserWarning, match="away from the reference"):
+            batch_report(mcmc)
+
+    def test_needs_a_finished_run_of_mhbt(self):
+        with pytest.raises(ValueError, match=r"call `mcmc.run` first"):
+            batch_report(make_mcmc(MHBT(gaussian)))
+        walk = numpyro.infer.BarkerMH(gaussian)
+        with pytest.raises(TypeError, match="needs a run of MHBT"):
+            batch_report(make_mcmc(walk))
