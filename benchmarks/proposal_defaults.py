@@ -14,6 +14,7 @@ import argparse
 from pathlib import Path
 import warnings
 
+import jax
 from jax import random
 from jax.flatten_util import ravel_pytree
 from models import SYNTHETIC, Problem
@@ -98,6 +99,7 @@ def study(name: str) -> tuple[float, dict[str, float]]:
         )
         found[label] = efficiency(run(problem, kernel, DRAWS))
         print(f"{name}: {label}: {found[label]:.2f}", flush=True)
+        jax.clear_caches()  # the programs of many kernels do not fit in memory
     return temperature, found
 
 

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     lines = [
-        "| model | T | noise v | acceptance | ESS per 1000 gradients | R-hat | warnings |",
+        "| model | T | v | acceptance | ESS per 1000 gradients | R-hat | warnings |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     print("\n".join(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+import math
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from jax.typing import ArrayLike
 from numpyro.infer.hmc_util import warmup_adapter
 
 from numpyro_mhbt.settings import Settings
+
+_SHRINKAGE = 1e-3  # where NumPyro's `welford_covariance` shrinks to
 
 
 def acceptance_ceiling(noise_variance: ArrayLike) -> jax.Array:
@@ -34,6 +37,8 @@ class WarmupState:
 
     step_size: jax.Array
     mass_matrix_sqrt_inv: jax.Array
+    unit: jax.Array
+    """Scale on which the mass matrix is learnt: a vector, or S with covariance S S'."""
     hmc: Any
     """State of NumPyro's adapter."""
     num_warmup: int = field(metadata={"static": True})
@@ -49,15 +54,16 @@ class Adapter:
     follows the acceptance rate of that pair, in which most of the noise cancels. The
     overall rate is then about this one times the ceiling.
 
-    The mass matrix is that of sqrt(c_n) θ, the scale on which one row's information
-    is of order one whatever the temperature: NumPyro's regularisation and first step
-    sizes presume such a scale.
+    NumPyro shrinks a covariance towards 1e-3 times the identity. That is made to mean
+    what is known beforehand: a Gaussian approximation of the target, or else 1 / c_n,
+    the scale on which a row's information is of order one. (Draws of a short window
+    do not span the space; shrunk to nothing in the other directions, the chain would
+    never find out.)
     """
 
     def __init__(self, num_warmup: int, settings: Settings) -> None:
         self._num_warmup = num_warmup
-        self._adapt_mass_matrix = settings.adapt_mass_matrix
-        self._dense_mass = settings.dense_mass
+        self._settings = settings
         self._init, self._update = warmup_adapter(
             num_warmup,
             adapt_step_size=settings.adapt_step_size
@@ -75,16 +81,18 @@ class Adapter:
         c_n: jax.Array,
     ) -> WarmupState:
         """
-        :param spread: S with covariance S S' of what is to be sampled, if known.
+        :param spread: S with covariance S S' of what is to be sampled, if known, and
+            its columns orthogonal.
         """
-        mass = None
-        if spread is not None and self._adapt_mass_matrix:
-            mass = c_n * (
-                spread @ spread.T if self._dense_mass else jnp.sum(spread**2, axis=1)
-            )
+        unit = jnp.full_like(z, 1 / jnp.sqrt(c_n))
+        if spread is not None and self._settings.adapt_mass_matrix:
+            dense = self._settings.dense_mass
+            unit = spread if dense else jnp.sqrt(jnp.sum(spread**2, axis=1))
+        mass = jnp.full_like(z, _SHRINKAGE)
+        mass = jnp.diag(mass) if self._settings.dense_mass else mass
         # The key serves a search for the first step size that is not used here.
         hmc = self._init((z,), jax.random.key(0), step_size, mass)
-        return self._state(hmc._replace(rng_key=None))
+        return self._state(hmc._replace(rng_key=None), unit, c_n)
 
     def update(
         self,
@@ -94,9 +102,14 @@ class Adapter:
         c_n: jax.Array,
         state: WarmupState,
     ) -> WarmupState:
-        z = jnp.sqrt(c_n) * z
-        return self._state(self._update(i, paired_accept_prob, (z,), state.hmc))
+        unit = state.unit
+        z = z / unit if unit.ndim == 1 else (z @ unit) / jnp.sum(unit**2, axis=0)
+        z = math.sqrt(_SHRINKAGE) * z
+        hmc = self._update(i, paired_accept_prob, (z,), state.hmc)
+        return self._state(hmc, unit, c_n)
 
-    def _state(self, hmc: Any) -> WarmupState:
-        step_size, sqrt_inv = hmc.step_size, hmc.mass_matrix_sqrt_inv
-        return WarmupState(step_size, sqrt_inv, hmc, self._num_warmup)
+    def _state(self, hmc: Any, unit: jax.Array, c_n: jax.Array) -> WarmupState:
+        sqrt_inv = hmc.mass_matrix_sqrt_inv
+        sqrt_inv = sqrt_inv @ unit.T if unit.ndim == 2 else sqrt_inv * unit
+        sqrt_inv *= jnp.sqrt(c_n / _SHRINKAGE)
+        return WarmupState(hmc.step_size, sqrt_inv, unit, hmc, self._num_warmup)

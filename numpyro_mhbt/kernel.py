@@ -80,7 +80,7 @@ class MHBT(MCMCKernel):
     :param bool dense_mass: dense mass matrix instead of a diagonal one.
     :param float target_accept_prob: acceptance rate that warm-up aims at, apart from
         the noise of mini-batches: the rate of all moves is about this one times the
-        highest that the noise allows. ``None``: 0.57, or 0.3 for a random walk.
+        highest that the noise allows. ``None``: 0.45, or 0.3 for a random walk.
     :param init_strategy: as for :class:`~numpyro.infer.hmc.NUTS`. ``None``: each chain
         climbs from :func:`~numpyro.infer.initialization.init_to_uniform` for some
         mini-batch steps, since far out noise would keep it from moving; with a control

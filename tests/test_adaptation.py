@@ -61,7 +61,7 @@ def test_mass_matrix_learns_the_scales():
     mcmc, extra = run(kernel, 1000)
     weights = np.median(mcmc.last_state.adapt_state.mass_matrix_sqrt_inv, axis=0)
     assert weights[2] / weights[0] == pytest.approx(30, rel=0.5)
-    assert np.mean(extra["accept_prob"]) == pytest.approx(0.57, abs=0.12)
+    assert np.mean(extra["accept_prob"]) == pytest.approx(0.45, abs=0.12)
 
 
 def test_target_accept_prob_is_taken_literally():

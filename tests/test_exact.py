@@ -218,7 +218,7 @@ def test_paper_noise_has_the_same_target():
 
 def test_paper_hastings_has_another_target():
     """Without β^-d the chain is as reversible, but not towards the tempered target."""
-    proposal = RSGLD(1.0, 3.0, hastings="paper")
+    proposal = RSGLD(1.0, 3.0, forward_prob=0.5, hastings="paper")
     kernel = MHBT(model, proposal, c_n=6.0, **PLAIN, **FIXED)
     _, variance, _ = Exact(6.0).scores(kernel)
     assert variance < -8
