@@ -117,7 +117,7 @@ def _first_point(
     if settings.init_strategy is None and num_warmup and is_subsampled(data.plates):
         # Far out the noise of batches is so loud that hardly a step is accepted. Each
         # chain climbs on its own, so that several modes are still found.
-        return climb(key_climb, settings, data, z, setup.temperature, _CLIMB_STEPS)
+        return climb(key_climb, z, settings, data, setup.temperature, _CLIMB_STEPS)
     return ravel_pytree(z)[0]
 
 

@@ -135,7 +135,7 @@ def batch_report(mcmc: MCMC) -> BatchReport:
     problems = [
         *_problems(settings, temperature, noise, accept),
         *_expansion_problems(settings, shared, temperature),
-        *_after_the_run(settings, state, r_hat),
+        *_after_the_run(settings, state, r_hat, noise),
     ]
     inflation = _inflation(settings, temperature, noise, values.shape[2])
     verdict = " ".join(problems) or _heat(
@@ -257,13 +257,21 @@ def _expansion_problems(
     ]
 
 
-def _after_the_run(settings: Settings, state: MHBTState, r_hat: float) -> list[str]:
+def _after_the_run(
+    settings: Settings, state: MHBTState, r_hat: float, noise: float
+) -> list[str]:
     found = []
     if not r_hat < _R_HAT:
-        found.append(
-            f"Chains have not mixed: R-hat is {r_hat:.4g}. Draw more, allow more "
-            "warm-up, or lower the noise with a larger `subsample_size`."
-        )
+        text = f"Chains have not mixed: R-hat is {r_hat:.4g}. "
+        if noise > 2 * settings.target_noise:
+            ceiling = float(acceptance_ceiling(noise / settings.num_blocks))
+            text += (
+                f"Noise of variance {noise:.2g} keeps acceptance below {ceiling:.2g}: "
+                "raise `subsample_size` or `temperature`."
+            )
+        else:
+            text += "Draw more, or allow more warm-up."
+        found.append(text)
     reference = state.shared.reference
     if reference is not None and reference.grad is not None:
         many = np.ndim(state.i) == 1

@@ -20,6 +20,7 @@ Batch = Mapping[str, jax.Array]
 # bijection is indistinguishable from uniform (see tests/test_plates.py).
 _SORT_BELOW = 512
 _ROUNDS = 6
+_POOL = 2**12
 
 
 class Plate(NamedTuple):
@@ -158,6 +159,14 @@ def draw_batch(rng_key: jax.Array, plates: tuple[Plate, ...]) -> Batch:
         plate.name: draw_rows(key, plate.size, plate.subsample_size)
         for plate, key in zip(plates, keys, strict=False)
     }
+
+
+def pool(plates: tuple[Plate, ...]) -> Batch:
+    """More rows than a batch has, which may be too few to show their variance."""
+    room = _POOL if len(plates) == 1 else 2
+    sizes = (min(p.size, max(p.subsample_size, room)) for p in plates)
+    wide = (p._replace(subsample_size=m) for p, m in zip(plates, sizes, strict=True))
+    return draw_batch(random.key(1), tuple(wide))
 
 
 def next_batch(

@@ -23,7 +23,7 @@ from numpyro_mhbt.passes import (
 )
 from numpyro_mhbt.plates import Plate, is_subsampled
 from numpyro_mhbt.settings import Settings
-from numpyro_mhbt.setup import given_temperature, jit_data, look
+from numpyro_mhbt.setup import Look, given_temperature, jit_data, look
 from numpyro_mhbt.target import Data, fingerprint
 from numpyro_mhbt.temperature import (
     MAX_DIM,
@@ -100,11 +100,13 @@ def prepare(settings: Settings, programs: Programs, data: Data) -> Setup:
     data = data._replace(params=seen.params)
     control = settings.control_variate if is_subsampled(data.plates) else None
     order = control.order if control else 0
-    reference = None if seen.reference is None else Reference(seen.reference)
+    reference = None if seen.modes is None else Reference(seen.modes[0])
     curve = noise = None
     if control is not None and order:
+        # An expansion serves one mode, and chains start there.
+        seen = seen._replace(modes=seen.modes[:1])
         reference, curve = expand(
-            settings, programs, data, seen.z, seen.reference, control, given or 1.0
+            settings, programs, data, seen.z, seen.modes[0], control, given or 1.0
         )
     elif reference is not None and given is None and reference.z.size <= MAX_DIM:
         curve = programs.curvature(data, seen.z, reference.z, with_rows=True)
@@ -115,7 +117,7 @@ def prepare(settings: Settings, programs: Programs, data: Data) -> Setup:
         if curve is not None:
             subtracted = reference if control else None
             given = coldest(
-                partial(_noise, programs, data, seen.z, curve, subtracted),
+                partial(_noise, programs, data, seen, curve, subtracted),
                 data.num_rows,
                 settings.target_noise,
             )
@@ -136,17 +138,25 @@ def prepare(settings: Settings, programs: Programs, data: Data) -> Setup:
 def _noise(
     programs: Programs,
     data: Data,
-    z: dict[str, Any],
+    seen: Look,
     curve: Curvature,
     reference: Reference | None,
     temperatures: np.ndarray,
 ) -> np.ndarray:
-    """Noise variance at typical points of each temperature."""
+    """
+    Noise variance at typical points of each temperature.
+
+    If searches ended in several modes, there are points around each: a chain may be
+    in any of them.
+    """
+    modes = np.asarray(seen.modes, float)
     points = np.stack([curve.typical_points(t) for t in temperatures])
-    flat = jnp.asarray(points.reshape(-1, points.shape[-1]), curve.z.dtype)
-    noise = np.asarray(programs.noise_at(data, z, flat, reference), np.float64)
+    by_mode = points.reshape(len(points), len(modes), -1, points.shape[-1])
+    by_mode = by_mode + (modes - modes[0])[:, None]
+    flat = jnp.asarray(by_mode.reshape(-1, points.shape[-1]), curve.z.dtype)
+    noise = np.asarray(programs.noise_at(data, seen.z, flat, reference), np.float64)
     # Near the mean of a chi-square variable, and no outlier decides.
-    noise = np.quantile(noise.reshape(points.shape[:2]), 0.65, axis=1)
+    noise = np.quantile(noise.reshape(len(points), -1), 0.65, axis=1)
     return noise / temperatures**2
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax import random
+from jax import lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
@@ -25,23 +25,33 @@ from numpyro_mhbt.plates import (
     first_rows,
     is_subsampled,
     plates_of,
+    pool,
     structure,
     with_rows,
 )
 from numpyro_mhbt.settings import Settings
-from numpyro_mhbt.target import Data, make_evaluate, num_rows, site_log_probs
+from numpyro_mhbt.target import (
+    Data,
+    log_terms,
+    make_evaluate,
+    num_rows,
+    site_log_probs,
+    total,
+)
 
 _SEARCH_STEPS = 1000
+_STARTS = 4
 
 
 class Look(NamedTuple):
-    """A valid point, findings that may be errors, and the end of a search."""
+    """A valid point, findings that may be errors, and the ends of searches."""
 
     z: dict[str, Any]
     params: dict[str, Any]
     finite: dict[str, jax.Array]
     nan_rows: dict[str, dict[str, jax.Array]]
-    reference: jax.Array | None
+    modes: jax.Array | None
+    """Candidates for the reference, the best first; None if none is needed."""
 
 
 def read(
@@ -132,17 +142,20 @@ def given_temperature(settings: Settings, data: Data) -> float | None:
 
 def look(data: Data, temperature: jax.Array, settings: Settings) -> Look:
     """
-    Find a valid point, rows that are NaN, and the reference, with fixed keys.
+    Find a valid point, rows that are NaN, and modes, with fixed keys.
 
-    :param temperature: at which to search for the reference.
+    :param temperature: at which to search for modes.
     """
     model = settings.model
     key_batch, key_init, key_search = random.split(random.key(0), 3)
     batch = draw_batch(key_batch, data.plates)
     data = data._replace(params=_param_values(model, data, batch))
-    z = initial_params(key_init, settings, data, batch)
+    starts = jax.vmap(lambda key: initial_params(key, settings, data, batch))(
+        random.split(key_init, _STARTS)
+    )
+    z = jax.tree.map(lambda x: x[0], starts)
     finite = finite_sites(site_log_probs(model, data, z, batch)[0])
-    reference = None
+    modes = None
     control = settings.control_variate
     chosen = settings.c_n is None and settings.temperature is None
     if is_subsampled(data.plates):
@@ -151,17 +164,44 @@ def look(data: Data, temperature: jax.Array, settings: Settings) -> Look:
             check_names("ref_params", given, z)
             on_batch = seed(with_rows(model, batch), random.key(0))
             z_ref = unconstrain_fn(on_batch, data.args, data.kwargs, given)
-            reference, _ = ravel_pytree({name: z_ref[name] for name in z})
+            modes = ravel_pytree({name: z_ref[name] for name in z})[0][None]
         elif control is not None or chosen:
-            reference = climb(key_search, settings, data, z, temperature, _SEARCH_STEPS)
-    return Look(z, data.params, finite, nan_rows(model, data, z), reference)
+            modes = _search(key_search, settings, data, starts, temperature)
+    return Look(z, data.params, finite, nan_rows(model, data, z), modes)
+
+
+def _search(
+    rng_key: jax.Array,
+    settings: Settings,
+    data: Data,
+    starts: dict[str, Any],
+    temperature: jax.Array,
+) -> jax.Array:
+    """Where climbs from several starts end, the highest first."""
+    climb_from = partial(
+        climb,
+        settings=settings,
+        data=data,
+        temperature=temperature,
+        num_steps=_SEARCH_STEPS,
+    )
+    modes = jax.vmap(climb_from)(random.split(rng_key, _STARTS), starts)
+    unravel = ravel_pytree(jax.tree.map(lambda x: x[0], starts))[1]
+    rows = pool(data.plates)
+
+    def height(z: jax.Array) -> jax.Array:
+        terms = log_terms(settings.model, data, unravel(z), rows)
+        value = terms.prior + terms.exact + total(terms.rows)
+        return jnp.nan_to_num(value, nan=-jnp.inf)
+
+    return modes[jnp.argsort(-lax.map(height, modes))]
 
 
 def climb(
     rng_key: jax.Array,
+    z: dict[str, Any],
     settings: Settings,
     data: Data,
-    z: dict[str, Any],
     temperature: jax.Array,
     num_steps: int,
 ) -> jax.Array:

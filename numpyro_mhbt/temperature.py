@@ -7,18 +7,17 @@ import math
 from typing import NamedTuple
 
 import jax
-from jax import lax, random
+from jax import lax
 import numpy as np
 
 from numpyro_mhbt.control import Reference, remainder
-from numpyro_mhbt.plates import Batch, Plate, Rows, draw_batch
+from numpyro_mhbt.plates import Plate, Rows, pool
 from numpyro_mhbt.target import Data, log_terms, noise_variance, total
 
 MAX_DIM = 500
 """Above it a d x d matrix is not formed for the sake of T alone."""
-_POOL = 2**13
 _GRID = 25
-_POINTS = 32
+_POINTS = 64
 _MIN_PRECISION = 0.01
 
 
@@ -73,10 +72,10 @@ def curvature(
     with_rows: bool,
 ) -> Curvature:
     """:class:`Curvature` at ``z``: that of rows, if asked, from a sample of them."""
-    pool = _pool(data.plates)
+    rows_used = pool(data.plates)
 
     def parts(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-        terms = log_terms(model, data, unravel(z), pool)
+        terms = log_terms(model, data, unravel(z), rows_used)
         hot, cold = terms.exact, terms.log_det
         if with_rows:
             hot += total(terms.rows)
@@ -95,10 +94,10 @@ def noise_at(
     unravel: Callable,
 ) -> jax.Array:
     """Noise variance at each point and T = 1, from a large sample of rows."""
-    pool = _pool(data.plates)
+    rows_used = pool(data.plates)
 
     def rows_at(z: jax.Array) -> Rows:
-        return log_terms(model, data, unravel(z), pool).rows
+        return log_terms(model, data, unravel(z), rows_used).rows
 
     def noise(z: jax.Array) -> jax.Array:
         rows = rows_at(z)
@@ -107,14 +106,6 @@ def noise_at(
         return noise_variance(rows)
 
     return lax.map(noise, points)
-
-
-def _pool(plates: tuple[Plate, ...]) -> Batch:
-    """More rows than a batch has: one may have too few to show their variance."""
-    room = _POOL if len(plates) == 1 else 2
-    sizes = (min(p.size, max(p.subsample_size, room)) for p in plates)
-    wide = (p._replace(subsample_size=m) for p, m in zip(plates, sizes, strict=True))
-    return draw_batch(random.key(1), tuple(wide))
 
 
 def coldest(

@@ -87,6 +87,36 @@ MUTANTS = {
         "return row + jnp.where(jnp.isfinite(at_reference), at_reference, 0.0)",
         "tests/test_exact.py::test_control_variate_of_order_0[walk]",
     ),
+    "second derivative not halved": (
+        "control.py",
+        "lambda a, b, c: a + b + c / 2",
+        "lambda a, b, c: a + b + c",
+        AVERAGE + "[plain]",
+    ),
+    "sum of slopes dropped": (
+        "control.py",
+        "known = reference.grad @ step",
+        "known = 0 * reference.grad @ step",
+        AVERAGE + "[plain]",
+    ),
+    "bias doubled instead of taken away": (
+        "target.py",
+        "value -= noise / 2",
+        "value += noise / 2",
+        "tests/test_exact.py::test_bias_correction_with_every_order[2-5-1.0-walk]",
+    ),
+    "blocks overlap": (
+        "plates.py",
+        "fresh = candidates[jnp.argsort(is_kept, stable=True)]",
+        "fresh = candidates",
+        "tests/test_control.py::test_blocks_stay_distinct_and_uniform",
+    ),
+    "value of another temperature kept": (
+        "chain.py",
+        "        point = evaluate(point.z, point.batch)\n",
+        "",
+        "tests/test_control.py::test_value_is_that_of_the_present_temperature",
+    ),
     "sums subtracted instead of terms": (
         "proposals.py",
         "jnp.sum(both * (2 * move.near + both))",
