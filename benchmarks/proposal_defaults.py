@@ -41,7 +41,7 @@ SETTINGS = {
             RSGLD(beta=beta, forward_prob=coin),
             0.57,
         )
-        for coin, beta in ((0.5, 1), (0.5, 2), (0.8, 1), (0.8, 2), (0.95, 1), (0.95, 2))
+        for coin, beta in ((0.5, 1), (0.5, 2), (0.8, 1), (0.95, 1), (0.95, 2))
     },
     **{
         f"RSGLD coin 0.95, β 1, target {target}": (RSGLD(forward_prob=0.95), target)
@@ -49,7 +49,7 @@ SETTINGS = {
     },
     "SGLD, target 0.57": (SGLD(), 0.57),
 }
-WARMUP, DRAWS, CHAINS = 1500, 4000, 4
+WARMUP, DRAWS, CHAINS = 1500, 3000, 4
 
 
 def run(problem: Problem, kernel: MHBT, draws: int) -> MCMC:

@@ -66,6 +66,7 @@ class Adapter:
         self._settings = settings
         self._init, self._update = warmup_adapter(
             num_warmup,
+            find_reasonable_step_size=_tenth,
             adapt_step_size=settings.adapt_step_size
             and settings.step_size_schedule is None,
             adapt_mass_matrix=settings.adapt_mass_matrix,
@@ -92,7 +93,8 @@ class Adapter:
         mass = jnp.diag(mass) if self._settings.dense_mass else mass
         # The key serves a search for the first step size that is not used here.
         hmc = self._init((z,), jax.random.key(0), step_size, mass)
-        return self._state(hmc._replace(rng_key=None), unit, c_n)
+        hmc = hmc._replace(rng_key=None, step_size=step_size)
+        return self._state(hmc, unit, c_n)
 
     def update(
         self,
@@ -113,3 +115,13 @@ class Adapter:
         sqrt_inv = sqrt_inv @ unit.T if unit.ndim == 2 else sqrt_inv * unit
         sqrt_inv *= jnp.sqrt(c_n / _SHRINKAGE)
         return WarmupState(hmc.step_size, sqrt_inv, unit, hmc, self._num_warmup)
+
+
+def _tenth(step_size: jax.Array, *_: Any) -> jax.Array:
+    """
+    Start each window of warm-up where the last one ended.
+
+    NumPyro starts them at ten times this value, since HMC gains by long steps; a step
+    ten times too long is never accepted here, and a short window does not recover.
+    """
+    return step_size / 10

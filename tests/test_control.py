@@ -250,6 +250,41 @@ def test_resume_with_other_data_is_told():
         jax.effects_barrier()
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+@pytest.mark.parametrize("method", ["sequential", "parallel", jax.vmap])
+def test_expansion_is_the_same_under_every_chain_method(method):
+    x, y = logistic_data(5000, 3)
+    kernel = MHBT(logistic, SGLD(), control_variate=Taylor(2))
+    runs = []
+    for chain_method in ("vectorized", method):
+        mcmc = make_mcmc(
+            kernel,
+            num_chains=2,
+            num_warmup=5,
+            num_samples=5,
+            chain_method=chain_method,
+            jit_model_args=True,
+        )
+        mcmc.run(random.key(0), x, y)
+        runs.append(mcmc)
+    one, other = (mcmc.last_state.shared.reference for mcmc in runs)
+    np.testing.assert_array_equal(one.z[0], one.z[1])
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    one, other = (mcmc.get_samples(group_by_chain=True)["w"] for mcmc in runs)
+    np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_new_data_have_their_own_expansion():
+    x, y = logistic_data(20_000, 3)
+    kernel = MHBT(logistic, SGLD(), control_variate=Taylor(2))
+    mcmc = make_mcmc(kernel, num_samples=2000, jit_model_args=True)
+    for data in ((x, y), (x, 1 - y), (x[:, ::-1], y)):
+        mcmc.run(random.key(0), *data)
+        mode, sd = laplace(*data)
+        w = np.asarray(mcmc.get_samples()["w"])
+        assert np.all(np.abs(w.mean(0) - mode) < 0.2 * sd)
+
+
 def test_reference_without_derivatives():
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))

@@ -114,7 +114,7 @@ MUTANTS = {
     "value of another temperature kept": (
         "chain.py",
         "        point = evaluate(point.z, point.batch)\n",
-        "",
+        "        pass\n",
         "tests/test_control.py::test_value_is_that_of_the_present_temperature",
     ),
     "sums subtracted instead of terms": (
