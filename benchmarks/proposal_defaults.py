@@ -5,7 +5,7 @@ Eight models at the temperature that the kernel chooses. Each setting gets the s
 temperature, the same reference and the same number of gradients; what counts is the
 smallest effective sample size of any coordinate (bulk, four chains), by 1000 gradients.
 
-    python benchmarks/proposal_defaults.py --output docs/proposal_defaults.md
+    python benchmarks/proposal_defaults.py --output table.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """
 ``MHBT(model)`` with no other argument on ten models: does it mix, and does it say so?
 
-    python benchmarks/untouched.py --output docs/untouched.md
+    python benchmarks/untouched.py --output table.md
 """
 
 from __future__ import annotations
