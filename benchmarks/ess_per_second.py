@@ -6,6 +6,8 @@ alternating; the median over repeats counts, compilation and warm-up apart. The 
 each is shown beside its speed, against a Laplace approximation (exact to a per mille at
 these n): a fast sampler of something else is no sampler.
 
+Needs BlackJAX: ``pip install -e ".[bench]"``.
+
     python benchmarks/ess_per_second.py --rows 1000000
 """
 

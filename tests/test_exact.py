@@ -105,7 +105,7 @@ PROPOSALS = {"walk": RandomWalk(1.5), "SGLD": SGLD(1.0)} | {
 }
 
 
-@pytest.mark.parametrize("c_n", [1.0, 3.0, 6.0])
+@pytest.mark.parametrize("c_n", [1.0, pytest.param(3.0, marks=pytest.mark.slow), 6.0])
 @pytest.mark.parametrize("proposal", PROPOSALS)
 def test_every_proposal_samples_the_augmented_marginal(proposal, c_n):
     kernel = MHBT(model, PROPOSALS[proposal], c_n=c_n, **PLAIN, **FIXED)
