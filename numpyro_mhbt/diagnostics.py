@@ -269,8 +269,13 @@ def _after_the_run(
                 f"Noise of variance {noise:.2g} keeps acceptance below {ceiling:.2g}: "
                 "raise `subsample_size` or `temperature`."
             )
-        else:
+        elif settings.dense_mass:
             text += "Draw more, or allow more warm-up."
+        else:
+            text += (
+                "Draw more, allow more warm-up, or try `dense_mass=True`, which helps "
+                "where parameters are correlated."
+            )
         found.append(text)
     reference = state.shared.reference
     if reference is not None and reference.grad is not None:
