@@ -150,7 +150,10 @@ def main() -> None:
     args = parser.parse_args()
     samplers, (mode, sd) = make_samplers(args.rows)
     if args.only:
-        samplers = [s for s in samplers if any(part in s.name for part in args.only)]
+        # NUTS, the last, is what the others are compared with.
+        *others, nuts = samplers
+        chosen = [s for s in others if any(part in s.name for part in args.only)]
+        samplers = [*chosen, nuts]
     states, setup = [], []
     for sampler in samplers:
         begin = time.perf_counter()

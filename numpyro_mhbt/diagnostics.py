@@ -11,6 +11,7 @@ import warnings
 import jax
 from jax import lax
 from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
 import numpy as np
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC
@@ -124,8 +125,10 @@ def batch_report(mcmc: MCMC) -> BatchReport:
     draws = mcmc.get_samples(group_by_chain=True)
     flat = [np.asarray(x).reshape(*x.shape[:2], -1) for x in jax.tree.leaves(draws)]
     values = np.concatenate(flat, axis=2)
-    steps = values.shape[0] * values.shape[1] * mcmc.thinning * settings.steps_per_draw
-    moved = np.all(values.std(axis=1) > 0)
+    draws_made = values.shape[0] * values.shape[1] * mcmc.thinning
+    # Some coordinates are the same always, such as the zeros of a Cholesky factor.
+    values = values[..., values.std(axis=(0, 1)) > 0]
+    moved = values.size > 0 and np.all(values.std(axis=1) > 0)
     ess = float(np.min(effective_sample_size(values))) if moved else 0.0
     r_hat = float(np.max(split_gelman_rubin(values))) if moved else math.inf
     shared = state.shared
@@ -137,7 +140,7 @@ def batch_report(mcmc: MCMC) -> BatchReport:
         *_expansion_problems(settings, shared, temperature),
         *_after_the_run(settings, state, r_hat, noise),
     ]
-    inflation = _inflation(settings, temperature, noise, values.shape[2])
+    inflation = _inflation(settings, temperature, noise, state.z_grad.shape[-1])
     verdict = " ".join(problems) or _heat(
         settings, shared, temperature, noise, inflation
     )
@@ -152,7 +155,7 @@ def batch_report(mcmc: MCMC) -> BatchReport:
         accept_prob=float(accept.mean()),
         accept_ceiling=float(acceptance_ceiling(noise / settings.num_blocks)),
         spread_inflation=inflation,
-        ess_per_gradient=ess / steps,
+        ess_per_gradient=ess / (draws_made * settings.steps_per_draw),
         r_hat=r_hat,
         num_diverging=int(np.sum(mcmc.get_extra_fields()["diverging"])),
         trusted=not problems,
@@ -280,7 +283,7 @@ def _after_the_run(
     reference = state.shared.reference
     if reference is not None and reference.grad is not None:
         many = np.ndim(state.i) == 1
-        flatten = jax.vmap(lambda z: ravel_pytree(z)[0]) if many else _flatten
+        flatten = jax.vmap(_flatten) if many else _flatten
         away = np.asarray(flatten(state.z) - reference.z)
         whiten = np.asarray(state.adapt_state.mass_matrix_sqrt_inv)
         c_n = state.shared.num_rows / np.asarray(state.temperature)
@@ -343,8 +346,12 @@ def warn_of_state(
         state.mean_accept_prob,
     )
     if shared.reference is not None and shared.reference.grad is not None:
-        changed = fingerprint(data) != shared.fingerprint
-        _say((draws % 100 == 1) & changed.any(), _complain_of_data)
+        changed = lax.cond(
+            draws % 100 == 1,
+            lambda: jnp.any(fingerprint(data) != shared.fingerprint),
+            lambda: jnp.array(False),
+        )
+        _say(changed, _complain_of_data)
 
 
 def _say(now: jax.Array, what: Callable, *values: jax.Array) -> None:

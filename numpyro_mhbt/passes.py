@@ -105,7 +105,7 @@ def derivatives(
         return jnp.sum(jnp.where(fresh, values, 0.0))
 
     grad = jax.grad(log_likelihood)
-    return (grad(z), jax.jacfwd(grad)(z))[:order]
+    return (grad(z),) if order == 1 else (grad(z), jax.jacfwd(grad)(z))
 
 
 def moments(

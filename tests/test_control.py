@@ -355,6 +355,17 @@ class TestBatchReport:
         with pytest.warns(UserWarning, match="away from the reference"):
             batch_report(mcmc)
 
+    def test_constant_coordinates_are_no_stuck_chain(self):
+        def model(y):
+            mu = numpyro.sample("mu", dist.Normal(0, 100).expand([D]).to_event(1))
+            numpyro.deterministic("padded", jnp.append(mu, 0.0))
+            with numpyro.plate("N", len(y), subsample_size=M) as rows:
+                numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[rows])
+
+        report = batch_report(self.run(MHBT(model, SGLD(), c_n=20)))
+        assert np.isfinite(report.r_hat)
+        assert report.ess_per_gradient > 1e-3
+
     def test_needs_a_finished_run_of_mhbt(self):
         with pytest.raises(ValueError, match=r"call `mcmc.run` first"):
             batch_report(make_mcmc(MHBT(gaussian)))
