@@ -1,5 +1,8 @@
 import gc
+import os
 from pathlib import Path
+import shutil
+import tempfile
 
 import jax
 import numpyro
@@ -8,6 +11,33 @@ import pytest
 numpyro.set_host_device_count(4)  # before JAX starts, for chain_method="parallel"
 
 MAPS = Path("/proc/self/maps")
+LONG_CHAINS = {"test_calibration", "test_conjugate", "test_control", "test_exact"}
+
+
+def pytest_configure(config):
+    # Most of the time would go into compiling the same programs again.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        config.compiled = tempfile.mkdtemp()
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = config.compiled  # of workers
+    jax.config.update(
+        "jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"]
+    )
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_unconfigure(config):
+    if hasattr(config, "compiled"):
+        shutil.rmtree(config.compiled, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast_to_compile(request):
+    """Programs that hardly run are not worth optimising."""
+    brief = request.module.__name__.split(".")[-1] not in LONG_CHAINS
+    jax.config.update("jax_disable_most_optimizations", brief)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(autouse=True)
