@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from numpyro_mhbt.adaptation import Adapter, WarmupState
 from numpyro_mhbt.checks import finite_sites
 from numpyro_mhbt.plates import Batch, draw_batch, is_subsampled, next_batch
-from numpyro_mhbt.prepare import Setup, Shared
 from numpyro_mhbt.proposals import Knobs
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.setup import climb, initial_params
-from numpyro_mhbt.state import MHBTState, from_point, to_point
+from numpyro_mhbt.state import MHBTState, Setup, Shared, from_point, to_point
 from numpyro_mhbt.step import Info, Point, step
 from numpyro_mhbt.target import Data, make_evaluate, shows_noise, site_log_probs
 
@@ -179,6 +178,13 @@ def next_draw(
         rng_key=rng_key,
     )
     return state, info.paired_accept_prob
+
+
+def evaluate_again(state: MHBTState, *, settings: Settings, data: Data) -> MHBTState:
+    """The state with what is known of its point at its temperature and these data."""
+    point, unravel = to_point(state)
+    at = evaluator(settings, data, unravel, state.temperature, state.shared)
+    return state._replace(**from_point(at(point.z, point.batch), unravel))
 
 
 def _follow_schedules(state: MHBTState, settings: Settings) -> MHBTState:

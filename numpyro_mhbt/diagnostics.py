@@ -18,9 +18,8 @@ from numpyro.infer import MCMC
 from numpyro.util import not_jax_tracer
 
 from numpyro_mhbt.adaptation import acceptance_ceiling
-from numpyro_mhbt.prepare import Setup, Shared
 from numpyro_mhbt.settings import Settings
-from numpyro_mhbt.state import MHBTState
+from numpyro_mhbt.state import MHBTState, Setup, Shared
 from numpyro_mhbt.target import Data, fingerprint, shows_noise
 
 _STUCK = 0.005

@@ -8,20 +8,21 @@ from typing import Any, Literal
 
 import jax
 from jax import lax
+from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
-from numpyro_mhbt.chain import adapt, evaluator, next_draw, start
+from numpyro_mhbt.chain import adapt, evaluate_again, next_draw, start
 from numpyro_mhbt.checks import check_names, check_sites, checked_start
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.diagnostics import hint_large_constants, warn_of_setup, warn_of_state
 from numpyro_mhbt.plates import first_rows, full_data
-from numpyro_mhbt.prepare import Programs, Setup, prepare
+from numpyro_mhbt.prepare import Programs, prepare
 from numpyro_mhbt.proposals import RSGLD, Proposal
 from numpyro_mhbt.settings import Schedule, Settings
 from numpyro_mhbt.setup import find_batch_sites, jit_data, read, replay
-from numpyro_mhbt.state import MHBTState, from_point, to_point
+from numpyro_mhbt.state import MHBTState, Setup
 from numpyro_mhbt.target import Data
 
 
@@ -58,7 +59,8 @@ class MHBT(MCMCKernel):
         evaluation). With neither, T is chosen once, before warm-up and alike in all
         chains: the coldest, not below 1, at which the noise variance of the
         log-density is about ``target_noise`` at typical points of a Gaussian
-        approximation. With more than 500 parameters that approximation is not made and
+        approximation, or on the way of a short pilot run where that does not fit. With
+        more than 500 parameters that approximation is not made and
         :math:`c_n = \tfrac23 \sqrt m`, somewhat below :math:`\sqrt m` as the paper
         advises. If nothing is subsampled, T = 1.
     :param float target_noise: noise variance that the choice of T aims at.
@@ -216,8 +218,7 @@ class MHBT(MCMCKernel):
         num_warmup = state.adapt_state.num_warmup
         vectorized = jnp.ndim(state.i) == 1
         lift = jax.vmap if vectorized else _as_is
-        # All chains are at the same `i`, so that a branch on it stays a branch.
-        i = 1 + (state.i[0] if vectorized else state.i)
+        i = 1 + _of_all_chains(state.i[0] if vectorized else state.i)
         advance = partial(next_draw, settings=self._settings, data=data, i=i)
         state, paired_accept_prob = lift(advance)(state)
         if num_warmup:
@@ -239,15 +240,8 @@ class MHBT(MCMCKernel):
         self, state: MHBTState, model_args: tuple, model_kwargs: dict[str, Any] | None
     ) -> MHBTState:
         data, _ = read(self._settings.model, model_args, model_kwargs)
-
-        def evaluate(state: MHBTState) -> MHBTState:
-            point, unravel = to_point(state)
-            at = evaluator(
-                self._settings, data, unravel, state.temperature, state.shared
-            )
-            return state._replace(**from_point(at(point.z, point.batch), unravel))
-
-        return jax.vmap(evaluate)(state) if jnp.ndim(state.i) else evaluate(state)
+        again = partial(evaluate_again, settings=self._settings, data=data)
+        return jax.vmap(again)(state) if jnp.ndim(state.i) else again(state)
 
     def postprocess_fn(
         self, model_args: tuple, model_kwargs: dict[str, Any] | None
@@ -279,6 +273,17 @@ class MHBT(MCMCKernel):
     def __getstate__(self) -> dict[str, Any]:
         compiled = ("_programs", "_jit_start")
         return {k: v for k, v in self.__dict__.items() if k not in compiled}
+
+
+@custom_vmap
+def _of_all_chains(i: jax.Array) -> jax.Array:
+    """``i``, the same in all chains: under ``vmap`` a branch on it stays a branch."""
+    return i
+
+
+@_of_all_chains.def_vmap
+def _(axis_size: int, in_batched: list[bool], i: jax.Array) -> tuple[jax.Array, bool]:
+    return i[0], False
 
 
 def _as_is(fn: Callable) -> Callable:

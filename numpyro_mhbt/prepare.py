@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.flatten_util import ravel_pytree
@@ -21,55 +20,25 @@ from numpyro_mhbt.passes import (
     moments,
     sum_over_rows,
 )
-from numpyro_mhbt.plates import Plate, is_subsampled
+from numpyro_mhbt.pilot import settle
+from numpyro_mhbt.plates import is_subsampled
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.setup import Look, given_temperature, jit_data, look
+from numpyro_mhbt.state import Noise, Setup, Shared
 from numpyro_mhbt.target import Data, fingerprint
 from numpyro_mhbt.temperature import (
     MAX_DIM,
+    NUM_POINTS,
     Curvature,
     coldest,
     curvature,
     noise_at,
     paper_rule,
+    temperature_grid,
+    unit_points,
 )
 
 _PASSES = 4
-
-
-class Noise(NamedTuple):
-    """Of the estimate, from all rows: not exceeded at nine of ten typical points."""
-
-    variance: jax.Array
-    leftover: jax.Array
-    """Error of the log-density that no correction by the variance mends."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Shared:
-    """What a chain carries along of :class:`Setup`."""
-
-    params: dict[str, Any]
-    """Values of ``param`` and ``mutable`` sites."""
-    reference: Reference | None
-    """Of the control variate."""
-    noise: Noise | None
-    """For control variates of order 1 and 2, which stand or fall with it."""
-    fingerprint: jax.Array
-    """Of the data that the sums in ``reference`` belong to."""
-    plates: tuple[Plate, ...] = field(metadata={"static": True})
-    num_rows: float = field(metadata={"static": True})
-
-
-class Setup(NamedTuple):
-    """A valid point, and what chains share."""
-
-    z: dict[str, Any]
-    shared: Shared
-    temperature: jax.Array
-    spread: jax.Array | None
-    """S with covariance S S' of a Gaussian approximation at the reference, if known."""
 
 
 class Programs:
@@ -87,7 +56,8 @@ class Programs:
         self.fingerprint = jit_data(fingerprint)
         self.derivatives = compiled(derivatives)
         self.moments = compiled(moments)
-        self.noise_at = compiled(noise_at)
+        self.noise_at = compiled(noise_at, temper_prior=settings.temper_prior)
+        self.settle = jit_data(partial(settle, settings=settings))
         self.curvature = compiled(curvature, temper_prior=settings.temper_prior)
 
 
@@ -112,15 +82,14 @@ def prepare(settings: Settings, programs: Programs, data: Data) -> Setup:
         curve = programs.curvature(data, seen.z, reference.z, with_rows=True)
     if curve is not None and not np.isfinite(curve.at(1.0)[1]).all():
         curve = None
+    fits = True
     if given is None:
         given = paper_rule(data.plates, data.num_rows)
         if curve is not None:
             subtracted = reference if control else None
-            given = coldest(
-                partial(_noise, programs, data, seen, curve, subtracted),
-                data.num_rows,
-                settings.target_noise,
-            )
+            cold, fits = _coldest(settings, programs, data, seen, curve, subtracted)
+            fits |= order > 0
+            given = cold if fits else min(cold, given)
     if order and reference is not None and curve is not None:
         noise = _measure(settings, programs, data, seen.z, reference, curve, given)
     shared = Shared(
@@ -131,33 +100,52 @@ def prepare(settings: Settings, programs: Programs, data: Data) -> Setup:
         data.plates,
         data.num_rows,
     )
-    spread = None if curve is None else jnp.asarray(curve.spread(given), curve.z.dtype)
-    return Setup(seen.z, shared, jnp.asarray(given), spread)
+    setup = Setup(seen.z, shared, jnp.asarray(given), _spread(curve, given))
+    if fits:
+        return setup
+    given = programs.settle(data, setup, seen.modes)
+    return setup._replace(temperature=given, spread=_spread(curve, float(given)))
 
 
-def _noise(
+def _spread(curve: Curvature | None, temperature: float) -> jax.Array | None:
+    if curve is None:
+        return None
+    return jnp.asarray(curve.spread(temperature), curve.z.dtype)
+
+
+def _coldest(
+    settings: Settings,
     programs: Programs,
     data: Data,
     seen: Look,
     curve: Curvature,
     reference: Reference | None,
-    temperatures: np.ndarray,
-) -> np.ndarray:
+) -> tuple[float, bool]:
     """
-    Noise variance at typical points of each temperature.
+    T by the noise at typical points, and whether these are what they are said to be.
 
     If searches ended in several modes, there are points around each: a chain may be
     in any of them.
     """
+    temperatures = temperature_grid(data.num_rows)
     modes = np.asarray(seen.modes, float)
+    dim = modes.shape[1]
     points = np.stack([curve.typical_points(t) for t in temperatures])
-    by_mode = points.reshape(len(points), len(modes), -1, points.shape[-1])
+    by_mode = points.reshape(len(points), len(modes), -1, dim)
     by_mode = by_mode + (modes - modes[0])[:, None]
-    flat = jnp.asarray(by_mode.reshape(-1, points.shape[-1]), curve.z.dtype)
-    noise = np.asarray(programs.noise_at(data, seen.z, flat, reference), np.float64)
+    flat = np.concatenate([by_mode.reshape(-1, dim), modes[:1]])
+    found = programs.noise_at(data, seen.z, jnp.asarray(flat, curve.z.dtype), reference)
+    noise, hot, cold = (np.asarray(x, np.float64) for x in found)
     # Near the mean of a chi-square variable, and no outlier decides.
-    noise = np.quantile(noise.reshape(len(points), -1), 0.65, axis=1)
-    return noise / temperatures**2
+    noise = np.quantile(noise[:-1].reshape(len(points), -1), 0.65, axis=1)
+    temperature = coldest(temperatures, noise / temperatures**2, settings.target_noise)
+
+    nearest = np.argmin(np.abs(np.log(temperatures / temperature)))
+    around = np.arange(NUM_POINTS // len(modes)) + nearest * NUM_POINTS
+    drop = (hot[-1] - hot[around]) / temperature + cold[-1] - cold[around]
+    expected = 0.5 * np.sum(unit_points(dim)[: len(around)] ** 2, axis=1)
+    fit = np.median(drop / expected)
+    return temperature, bool(0.5 < fit < 2)
 
 
 def expand(

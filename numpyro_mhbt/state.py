@@ -1,17 +1,53 @@
-"""The state of a chain."""
+"""The state of a chain, and what chains share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 from jax.flatten_util import ravel_pytree
 
 from numpyro_mhbt.adaptation import WarmupState
-from numpyro_mhbt.plates import Batch
-from numpyro_mhbt.prepare import Shared
+from numpyro_mhbt.control import Reference
+from numpyro_mhbt.plates import Batch, Plate
 from numpyro_mhbt.step import Point
+
+
+class Noise(NamedTuple):
+    """Of the estimate, from all rows: not exceeded at nine of ten typical points."""
+
+    variance: jax.Array
+    leftover: jax.Array
+    """Error of the log-density that no correction by the variance mends."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Shared:
+    """What a chain carries along of :class:`Setup`."""
+
+    params: dict[str, Any]
+    """Values of ``param`` and ``mutable`` sites."""
+    reference: Reference | None
+    """Of the control variate."""
+    noise: Noise | None
+    """For control variates of order 1 and 2, which stand or fall with it."""
+    fingerprint: jax.Array
+    """Of the data that the sums in ``reference`` belong to."""
+    plates: tuple[Plate, ...] = field(metadata={"static": True})
+    num_rows: float = field(metadata={"static": True})
+
+
+class Setup(NamedTuple):
+    """A valid point, and what chains share."""
+
+    z: dict[str, Any]
+    shared: Shared
+    temperature: jax.Array
+    spread: jax.Array | None
+    """S with covariance S S' of a Gaussian approximation at the reference, if known."""
 
 
 class MHBTState(NamedTuple):

@@ -11,13 +11,13 @@ from jax import lax
 import numpy as np
 
 from numpyro_mhbt.control import Reference, remainder
-from numpyro_mhbt.plates import Plate, Rows, pool
-from numpyro_mhbt.target import Data, log_terms, noise_variance, total
+from numpyro_mhbt.plates import Plate, pool
+from numpyro_mhbt.target import Data, Terms, log_terms, noise_variance, total
 
 MAX_DIM = 500
 """Above it a d x d matrix is not formed for the sake of T alone."""
 _GRID = 25
-_POINTS = 64
+NUM_POINTS = 64
 _MIN_PRECISION = 0.01
 
 
@@ -58,8 +58,13 @@ class Curvature(NamedTuple):
 
     def typical_points(self, temperature: float) -> np.ndarray:
         """Draws of the Gaussian approximation, always from the same random numbers."""
-        unit = np.random.default_rng(0).standard_normal((_POINTS, self.z.size))
-        return np.asarray(self.z, float) + unit @ self.spread(temperature).T
+        spread = self.spread(temperature)
+        return np.asarray(self.z, float) + unit_points(self.z.size) @ spread.T
+
+
+def unit_points(dim: int) -> np.ndarray:
+    """Standard normal points, always the same."""
+    return np.random.default_rng(0).standard_normal((NUM_POINTS, dim))
 
 
 def curvature(
@@ -76,13 +81,20 @@ def curvature(
 
     def parts(z: jax.Array) -> tuple[jax.Array, jax.Array]:
         terms = log_terms(model, data, unravel(z), rows_used)
-        hot, cold = terms.exact, terms.log_det
-        if with_rows:
-            hot += total(terms.rows)
-        return (hot + terms.prior, cold) if temper_prior else (hot, cold + terms.prior)
+        return _parts(terms, temper_prior, with_rows)
 
     grads = jax.jacrev(parts)
     return Curvature(z, *zip(grads(z), jax.jacfwd(grads)(z), strict=True))
+
+
+def _parts(
+    terms: Terms, temper_prior: bool, with_rows: bool
+) -> tuple[jax.Array, jax.Array]:
+    """What of a log-density is divided by T, and what is not."""
+    hot, cold = terms.exact, terms.log_det
+    if with_rows:
+        hot += total(terms.rows)
+    return (hot + terms.prior, cold) if temper_prior else (hot, cold + terms.prior)
 
 
 def noise_at(
@@ -92,52 +104,62 @@ def noise_at(
     *,
     model: Callable,
     unravel: Callable,
-) -> jax.Array:
-    """Noise variance at each point and T = 1, from a large sample of rows."""
+    temper_prior: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """
+    Noise variance at each point and T = 1, from a large sample of rows.
+
+    With it the two parts of the log-density, that divided by T and that which is not.
+    """
     rows_used = pool(data.plates)
 
-    def rows_at(z: jax.Array) -> Rows:
-        return log_terms(model, data, unravel(z), rows_used).rows
+    def terms_at(z: jax.Array) -> Terms:
+        return log_terms(model, data, unravel(z), rows_used)
 
-    def noise(z: jax.Array) -> jax.Array:
-        rows = rows_at(z)
+    def at(z: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        terms = terms_at(z)
+        rows = terms.rows
         if reference is not None:
-            rows, _ = remainder(rows, rows_at, reference, z)
-        return noise_variance(rows)
+            rows, _ = remainder(rows, lambda z: terms_at(z).rows, reference, z)
+        return noise_variance(rows), *_parts(terms, temper_prior, with_rows=True)
 
-    return lax.map(noise, points)
+    return lax.map(at, points)
 
 
-def coldest(
-    noise: Callable[[np.ndarray], np.ndarray], n: float, target: float
-) -> float:
+def temperature_grid(n: float) -> np.ndarray:
+    """Temperatures to try, from 1 to n."""
+    return np.geomspace(1, max(n, 2), _GRID)
+
+
+def coldest(temperatures: np.ndarray, noise: np.ndarray, target: float) -> float:
     """
-    The smallest T >= 1 at which the noise variance does not exceed the target.
+    The smallest T at which the noise variance does not exceed the target.
 
     If there is none, the T of least noise.
 
-    :param noise: noise variances at temperatures.
+    :param temperatures: rising.
+    :param noise: noise variance at each.
 
-    >>> coldest(lambda t: 500 / t, n=1e6, target=1.0)
+    >>> grid = temperature_grid(1e6)
+    >>> coldest(grid, 500 / grid, target=1.0)
     500.0
-    >>> coldest(lambda t: 0.01 * t, n=1e6, target=1.0)
+    >>> coldest(grid, 0.01 * grid, target=1.0)
     1.0
     """
-    grid = np.geomspace(1, max(n, 2), _GRID)
-    found = noise(grid)
-    found = np.where(np.isfinite(found), np.maximum(found, 1e-30), np.inf)
-    quiet = found <= target
+    noise = np.where(np.isfinite(noise), np.maximum(noise, 1e-30), np.inf)
+    quiet = noise <= target
     if not quiet.any():
-        return float(grid[np.argmin(found)])
+        return float(temperatures[np.argmin(noise)])
     i = int(np.argmax(quiet))
     if i == 0:
-        return 1.0
-    if not np.isfinite(found[i - 1]):
-        return float(grid[i])
+        return float(temperatures[0])
+    if not np.isfinite(noise[i - 1]):
+        return float(temperatures[i])
     # Noise is near a power of T: interpolate on logarithmic scales.
-    high, low = np.log(found[i - 1] / target), np.log(found[i] / target)
+    high, low = np.log(noise[i - 1] / target), np.log(noise[i] / target)
     share = high / (high - low)
-    return float(round(math.exp(np.log(grid[i - 1 : i + 1]) @ [1 - share, share]), 6))
+    between = np.log(temperatures[i - 1 : i + 1]) @ [1 - share, share]
+    return float(round(math.exp(between), 6))
 
 
 def paper_rule(plates: tuple[Plate, ...], n: float) -> float:

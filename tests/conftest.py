@@ -11,7 +11,6 @@ import pytest
 numpyro.set_host_device_count(4)  # before JAX starts, for chain_method="parallel"
 
 MAPS = Path("/proc/self/maps")
-LONG_CHAINS = {"test_calibration", "test_conjugate", "test_control", "test_exact"}
 
 
 def pytest_configure(config):
@@ -31,10 +30,10 @@ def pytest_unconfigure(config):
         shutil.rmtree(config.compiled, ignore_errors=True)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def fast_to_compile(request):
     """Programs that hardly run are not worth optimising."""
-    brief = request.module.__name__.split(".")[-1] not in LONG_CHAINS
+    brief = request.node.get_closest_marker("long_chains") is None
     jax.config.update("jax_disable_most_optimizations", brief)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

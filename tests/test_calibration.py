@@ -37,6 +37,7 @@ def flatten(values):
 
 
 @pytest.mark.slow
+@pytest.mark.long_chains
 @pytest.mark.filterwarnings("ignore:MHBT")
 @pytest.mark.parametrize("model", [linear, logistic])
 def test_ranks_are_uniform(model):

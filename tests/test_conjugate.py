@@ -122,6 +122,7 @@ def logistic(x, y, m):
         numpyro.sample("y", dist.Bernoulli(logits=xb @ w), obs=yb)
 
 
+@pytest.mark.long_chains
 def test_all_rows_at_temperature_one_agree_with_nuts():
     x = random.normal(random.key(0), (100, 3))
     y = random.bernoulli(random.key(1), jax.nn.sigmoid(x @ jnp.array([1.0, -1, 0.5])))

@@ -12,8 +12,9 @@ import pytest
 from scipy import stats
 
 from numpyro_mhbt import MHBT, SGLD, RandomWalk, Taylor, batch_report
+from numpyro_mhbt.passes import cumulants
 from numpyro_mhbt.plates import Plate, next_batch
-from numpyro_mhbt.temperature import coldest
+from numpyro_mhbt.temperature import coldest, temperature_grid
 
 N, M, D = 10_000, 1000, 10
 
@@ -65,6 +66,7 @@ SPREAD = [
 ]
 
 
+@pytest.mark.long_chains
 @pytest.mark.parametrize("c_n, correct", SPREAD)
 def test_spread_of_a_gaussian_mean(c_n, correct):
     """Within 3% of the tempered posterior, or of the inflation that theory predicts."""
@@ -80,6 +82,7 @@ def test_spread_of_a_gaussian_mean(c_n, correct):
     assert squares.mean() == pytest.approx(predicted, rel=0.03)
 
 
+@pytest.mark.long_chains
 @pytest.mark.parametrize("order", [pytest.param(1, marks=slow), 2])
 def test_posterior_itself_from_batches(order):
     """T = 1 is chosen, and means and spread are those of the posterior."""
@@ -125,12 +128,44 @@ def test_noise_is_near_its_target():
 
 
 def test_coldest():
-    assert coldest(lambda t: 100 / t, n=1e5, target=1.0) == pytest.approx(100)
-    assert coldest(lambda t: 1e4 / t**2, n=1e5, target=1.0) == pytest.approx(100)
-    assert coldest(lambda t: 0.5 * t**0, n=1e5, target=1.0) == 1
-    assert coldest(lambda t: 2.0 * t, n=1e5, target=1.0) == 1  # loud whatever T
-    loud_at_first = coldest(lambda t: np.where(t < 50, np.inf, 0.1), 1e5, 1.0)
+    grid = temperature_grid(1e5)
+    assert coldest(grid, 100 / grid, target=1.0) == pytest.approx(100)
+    assert coldest(grid, 1e4 / grid**2, target=1.0) == pytest.approx(100)
+    assert coldest(grid, 0.5 * grid**0, target=1.0) == 1
+    assert coldest(grid, 2.0 * grid, target=1.0) == 1  # loud whatever T
+    loud_at_first = coldest(grid, np.where(grid < 50, np.inf, 0.1), 1.0)
     assert loud_at_first >= 50
+
+
+def hierarchical(group, y):
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    effects = tau * numpyro.sample("effects", dist.Normal(0, 1).expand([8]).to_event(1))
+    with numpyro.plate("N", len(y), subsample_size=300) as idx:
+        numpyro.sample("y", dist.Normal(effects[group[idx]], 1), obs=y[idx])
+
+
+@pytest.mark.filterwarnings("ignore:MHBT. Chains have not mixed")
+def test_pilot_run_where_no_gaussian_fits():
+    """The posterior is a bent ridge: around it a hot Gaussian is far too loud."""
+    key_group, key_effects, key_y = random.split(random.key(0), 3)
+    group = random.randint(key_group, (20_000,), 0, 8)
+    y = random.normal(key_effects, (8,))[group] / 2 + random.normal(key_y, (20_000,))
+    mcmc = make_mcmc(MHBT(hierarchical), num_warmup=1000, num_samples=2000)
+    mcmc.run(random.key(0), group, y)
+    assert batch_report(mcmc).noise_variance == pytest.approx(1, rel=0.6)
+
+
+def test_cumulants_of_independent_rows():
+    """Against the distribution of a sum of two rows over all pairs of five."""
+    n, m, temperature = 5, 2, 3.0
+    rows = np.array([0.3, -1.0, 2.0, 0.1, 0.4])
+    estimate = n / m * (rows[:, None] + rows).ravel() / temperature
+    centred = estimate - estimate.mean()
+    second, fourth = np.mean(centred**2), np.mean(centred**4)
+    exact = np.array([second, np.mean(centred**3), fourth - 3 * second**2])
+    sums = np.stack([np.sum(rows**p) for p in (1, 2, 3, 4)])
+    found = cumulants(sums, Plate("N", n, m), temperature)
+    np.testing.assert_allclose(found, exact * (1 - m / n), rtol=1e-10)
 
 
 def test_blocks_stay_distinct_and_uniform():
@@ -322,6 +357,7 @@ class TestBatchReport:
         assert "noise near the target would allow T = " in report.verdict
 
     @slow
+    @pytest.mark.long_chains
     def test_uncorrected_noise_counts(self):
         kernel = MHBT(gaussian, SGLD(), c_n=200, bias_correction=False)
         report = batch_report(self.run(kernel, num_samples=20_000))

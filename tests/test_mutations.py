@@ -117,6 +117,24 @@ MUTANTS = {
         "        pass\n",
         "tests/test_control.py::test_value_is_that_of_the_present_temperature",
     ),
+    "fourth moment for fourth cumulant": (
+        "passes.py",
+        " - 3 * m1**4 - 3 * second**2",
+        " - 3 * m1**4",
+        "tests/test_control.py::test_cumulants_of_independent_rows",
+    ),
+    "pilot run goes the wrong way": (
+        "pilot.py",
+        "jnp.log(noise / settings.target_noise)",
+        "jnp.log(settings.target_noise / noise)",
+        "tests/test_control.py::test_pilot_run_where_no_gaussian_fits",
+    ),
+    "noise of T = 1 at every T": (
+        "prepare.py",
+        "noise / temperatures**2",
+        "noise",
+        "tests/test_control.py::test_noise_is_near_its_target",
+    ),
     "sums subtracted instead of terms": (
         "proposals.py",
         "jnp.sum(both * (2 * move.near + both))",
@@ -138,7 +156,26 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+QUICK = {
+    "Jacobian tempered",
+    "batch drawn anew on rejection",
+    "normalising constant dropped",
+    "batch with replacement",
+    "branch weight wrong",
+    "gradient of the old batch on the way back",
+    "finite population ignored",
+    "bias doubled instead of taken away",
+    "second derivative not halved",
+    "step size led by the overall rate",
+}
+
+
+def _param(name):
+    """Each mutant takes a process of its own, so the default run has but some."""
+    return pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [_param(name) for name in MUTANTS])
 def test_mutant_is_caught(name, tmp_path):
     file, right, wrong, test = MUTANTS[name]
     for part in ("numpyro_mhbt", "tests"):
