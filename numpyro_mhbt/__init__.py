@@ -4,7 +4,7 @@ from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.diagnostics import BatchReport, batch_report
 from numpyro_mhbt.kernel import MHBT
 from numpyro_mhbt.plates import full_data
-from numpyro_mhbt.proposals import RSGLD, SGLD, RandomWalk
+from numpyro_mhbt.proposals import RSGLD, SGLD, BetaSchedule, RandomWalk
 from numpyro_mhbt.state import MHBTState
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "RSGLD",
     "SGLD",
     "BatchReport",
+    "BetaSchedule",
     "MHBTState",
     "RandomWalk",
     "Taylor",

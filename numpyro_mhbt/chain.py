@@ -12,13 +12,14 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from numpyro_mhbt.adaptation import Adapter, WarmupState
+from numpyro_mhbt.beta import first_beta, forward_acceptance, next_beta
 from numpyro_mhbt.checks import finite_sites
 from numpyro_mhbt.plates import Batch, draw_batch, is_subsampled, next_batch
-from numpyro_mhbt.proposals import Knobs
+from numpyro_mhbt.proposals import BetaSchedule, Knobs
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.setup import climb, initial_params
 from numpyro_mhbt.state import MHBTState, Setup, Shared, from_point, to_point
-from numpyro_mhbt.step import Info, Point, step
+from numpyro_mhbt.step import Info, Point, Walk, step
 from numpyro_mhbt.target import Data, make_evaluate, shows_noise, site_log_probs
 
 _MEMORY = 30
@@ -86,11 +87,16 @@ def start(
         forward=none_yet,
         temperature=temperature,
         step_size=adapt_state.step_size,
-        beta=number(settings.proposal.beta),
+        beta=number(settings.proposal.beta or 1.0),
+        epoch_accept_prob=number(0),
         adapt_state=adapt_state,
         shared=setup.shared,
         rng_key=rng_key,
     )
+    plan = settings.proposal.beta_schedule
+    if plan is not None and settings.proposal.beta is None:
+        probe = _prober(rng_key, plan, state, settings, data)
+        state = state._replace(beta=number(first_beta(plan, probe)))
     log_probs, _ = site_log_probs(settings.model, data, unravel(flat), batch)
     return state, finite_sites(log_probs)
 
@@ -140,14 +146,9 @@ def next_draw(
     since = jnp.where(warmup, i, i - num_warmup)
     # Afterwards a pair now and then, to know the noise.
     pair = warmup | (since % _PAIR_EVERY == 1)
-    c_n = data.num_rows / state.temperature
     one_step = partial(
         step,
-        draw=partial(next_batch, plates=data.plates, num_blocks=settings.num_blocks),
-        evaluate=evaluate,
-        proposal=settings.proposal,
-        knobs=Knobs(state.step_size, state.beta, c_n, data.num_rows),
-        mass_sqrt_inv=state.adapt_state.mass_matrix_sqrt_inv,
+        walk=_walk(state, settings, data, evaluate),
         refresh=settings.on_reject == "refresh",
         pair=pair,
     )
@@ -177,7 +178,60 @@ def next_draw(
         forward=info.forward,
         rng_key=rng_key,
     )
+    if settings.proposal.beta_schedule is not None:
+        state = _follow_beta(settings.proposal.beta_schedule, state, settings, data, i)
     return state, info.paired_accept_prob
+
+
+def _walk(state: MHBTState, settings: Settings, data: Data, evaluate: Callable) -> Walk:
+    c_n = data.num_rows / state.temperature
+    return Walk(
+        partial(next_batch, plates=data.plates, num_blocks=settings.num_blocks),
+        evaluate,
+        settings.proposal,
+        Knobs(state.step_size, state.beta, c_n, data.num_rows),
+        state.adapt_state.mass_matrix_sqrt_inv,
+    )
+
+
+def _follow_beta(
+    plan: BetaSchedule,
+    state: MHBTState,
+    settings: Settings,
+    data: Data,
+    i: jax.Array,
+) -> MHBTState:
+    """β after the ``i``-th draw, which may be the last of an epoch."""
+    m = sum(plate.subsample_size for plate in data.plates) or data.num_rows
+    steps = plan.steps_per_epoch or data.num_rows / m
+    draws = max(round(steps / settings.steps_per_draw), 1)
+    position = (i - 1) % draws + 1
+    rate = _mean(state.epoch_accept_prob, state.accept_prob, position)
+    state = state._replace(epoch_accept_prob=rate)
+    rng_key, key_probe = random.split(state.rng_key)
+
+    def new_epoch() -> tuple[jax.Array, jax.Array]:
+        probe = _prober(key_probe, plan, state, settings, data)
+        return rng_key, next_beta(plan, state.beta, rate, probe)
+
+    rng_key, beta = lax.cond(
+        position == draws, new_epoch, lambda: (state.rng_key, state.beta)
+    )
+    return state._replace(rng_key=rng_key, beta=beta)
+
+
+def _prober(
+    rng_key: jax.Array,
+    plan: BetaSchedule,
+    state: MHBTState,
+    settings: Settings,
+    data: Data,
+) -> Callable[[jax.Array], jax.Array]:
+    """From values of β to acceptance rates of forward moves from the present point."""
+    point, unravel = to_point(state)
+    evaluate = evaluator(settings, data, unravel, state.temperature, state.shared)
+    walk = _walk(state, settings, data, evaluate)
+    return partial(forward_acceptance, rng_key, point, walk, plan.num_probes)
 
 
 def evaluate_again(state: MHBTState, *, settings: Settings, data: Data) -> MHBTState:

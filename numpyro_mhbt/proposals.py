@@ -49,7 +49,10 @@ class Proposal(Protocol):
     def step_size(self) -> float | Schedule: ...
 
     @property
-    def beta(self) -> float: ...
+    def beta(self) -> float | None: ...
+
+    @property
+    def beta_schedule(self) -> BetaSchedule | None: ...
 
     @property
     def uses_gradient(self) -> bool: ...
@@ -83,8 +86,12 @@ class RandomWalk:
     step_size: float | Schedule = 1.0
 
     @property
-    def beta(self) -> float:
-        return 1.0
+    def beta(self) -> None:
+        return None
+
+    @property
+    def beta_schedule(self) -> None:
+        return None
 
     @property
     def uses_gradient(self) -> bool:
@@ -109,6 +116,45 @@ class RandomWalk:
 
 
 @dataclass(frozen=True)
+class BetaSchedule:
+    r"""
+    The paper's rule for :math:`\beta`, followed by :class:`RSGLD` once an epoch.
+
+    If more than ``accept_high`` of an epoch's moves were accepted, forward moves are
+    tried from where the chain is (``num_probes`` of them, none of them taken). As long
+    as more than ``probe_accept`` of these would be accepted, :math:`\beta` falls by a
+    share ``change`` of its value, by ``max_change`` in all. If fewer than
+    ``accept_low`` were accepted it rises by ``change``. It never falls below 1.
+
+    A chain whose :math:`\beta` still moves has no invariant distribution: this is for
+    training networks.
+
+    :param int steps_per_epoch: ``None``: n / m, the steps in which as many rows are
+        drawn as there are.
+
+    >>> BetaSchedule().accept_high
+    0.4
+    """
+
+    accept_high: float = 0.4
+    accept_low: float = 0.2
+    num_probes: int = 100
+    probe_accept: float = 0.7
+    change: float = 0.05
+    max_change: float = 0.5
+    steps_per_epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("accept_high", "accept_low", "probe_accept"):
+            _check(self, name, 0 <= getattr(self, name) <= 1, "in [0, 1]")
+        for name in ("change", "max_change"):
+            _check(self, name, 0 < getattr(self, name) < 1, "in (0, 1)")
+        _check(self, "num_probes", self.num_probes >= 1, "at least 1")
+        given = self.steps_per_epoch
+        _check(self, "steps_per_epoch", given is None or given >= 1, "at least 1")
+
+
+@dataclass(frozen=True)
 class RSGLD:
     r"""
     Reversible stochastic gradient Langevin dynamics, the paper's proposal.
@@ -127,6 +173,8 @@ class RSGLD:
         batch's mean gradient; or a schedule of it (a function of the number of draws
         so far), which is then not adapted.
     :param float beta: how much wider the noise of a backward step is, at least 1.
+        ``None``: 1; with a ``beta_schedule`` the smallest at which forward moves from
+        the starting point are accepted as often as that schedule asks.
     :param float forward_prob: chance of a forward step. The paper's coin is fair, 0.5;
         ``benchmarks/proposal_defaults.py`` shows what a fair coin costs.
     :param str noise: ``"tempered"``: :math:`s = \sqrt{2 \epsilon / c_n}`, the
@@ -138,16 +186,18 @@ class RSGLD:
         experiments. For :math:`\beta > 1` that chain does **not** sample the
         tempered posterior; it is meant for training networks and for reproducing
         the paper.
+    :param BetaSchedule beta_schedule: the paper's rule for :math:`\beta` in training.
 
     >>> RSGLD(step_size=0.05, beta=2.0, noise="paper").hastings
     'exact'
     """
 
     step_size: float | Schedule = 0.1
-    beta: float = 1.0
+    beta: float | None = None
     forward_prob: float = field(default=0.95, kw_only=True)
     noise: Literal["tempered", "paper"] = field(default="tempered", kw_only=True)
     hastings: Literal["exact", "paper"] = field(default="exact", kw_only=True)
+    beta_schedule: BetaSchedule | None = field(default=None, kw_only=True)
 
     @property
     def uses_gradient(self) -> bool:
@@ -160,7 +210,7 @@ class RSGLD:
     def __post_init__(self) -> None:
         positive = callable(self.step_size) or self.step_size > 0
         _check(self, "step_size", positive, "positive")
-        _check(self, "beta", self.beta >= 1, "at least 1")
+        _check(self, "beta", self.beta is None or self.beta >= 1, "at least 1")
         _check(self, "forward_prob", 0 < self.forward_prob <= 1, "in (0, 1]")
         _check(self, "noise", self.noise in ("tempered", "paper"), _CHOICE["noise"])
         _check(
@@ -234,7 +284,7 @@ class SGLD(RSGLD):
         step_size: float | Schedule = 0.1,
         noise: Literal["tempered", "paper"] = "tempered",
     ) -> None:
-        super().__init__(step_size, forward_prob=1.0, noise=noise)
+        super().__init__(step_size, 1.0, forward_prob=1.0, noise=noise)
 
 
 _CHOICE = {"noise": "'tempered' or 'paper'", "hastings": "'exact' or 'paper'"}

@@ -75,6 +75,8 @@ class MHBTState(NamedTuple):
      - **forward** - 1 if the last proposal was a forward move, 0 if backward.
      - **temperature** - T = n / c_n.
      - **step_size**, **beta** - as used for the next draw.
+     - **epoch_accept_prob** - running mean of ``accept_prob`` in the present epoch of a
+       :class:`~numpyro_mhbt.BetaSchedule`; otherwise 0.
      - **adapt_state** - what warm-up has learnt.
      - **shared** - see :class:`Shared`.
      - **rng_key** - random number generator key.
@@ -96,6 +98,7 @@ class MHBTState(NamedTuple):
     temperature: jax.Array
     step_size: jax.Array
     beta: jax.Array
+    epoch_accept_prob: jax.Array
     adapt_state: WarmupState
     shared: Shared
     rng_key: jax.Array

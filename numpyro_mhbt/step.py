@@ -43,16 +43,21 @@ class Info(NamedTuple):
     tune by. Only if ``pair``."""
 
 
+class Walk(NamedTuple):
+    """How a chain moves."""
+
+    draw: Callable[[jax.Array, Batch], Batch]
+    """Key and current batch to a batch, the way back as likely."""
+    evaluate: Callable[[jax.Array, Batch], Point]
+    """θ and batch to a point."""
+    proposal: Proposal
+    knobs: Knobs
+    mass_sqrt_inv: jax.Array
+    """W with inverse mass matrix W' W (diagonal: a vector)."""
+
+
 def step(
-    rng_key: jax.Array,
-    point: Point,
-    draw: Callable[[jax.Array, Batch], Batch],
-    evaluate: Callable[[jax.Array, Batch], Point],
-    proposal: Proposal,
-    knobs: Knobs,
-    mass_sqrt_inv: jax.Array,
-    refresh: bool,
-    pair: jax.Array,
+    rng_key: jax.Array, point: Point, walk: Walk, refresh: bool, pair: jax.Array
 ) -> tuple[Point, Info]:
     """
     Propose θ' with the gradient of the current batch and a fresh batch I', and accept
@@ -63,22 +68,20 @@ def step(
     The value and gradient of the current point belong to *its* batch and are kept: to
     draw them anew after a rejection (``refresh``) is another chain with another target.
 
-    :param draw: key and current batch to a batch, the way back as likely.
-    :param evaluate: θ and batch to :class:`Point`.
-    :param mass_sqrt_inv: W with inverse mass matrix W' W (diagonal: a vector).
     :param refresh: whether to evaluate the current point anew after a rejection.
     :param pair: whether to look at the current θ on the new batch, too.
     """
+    draw, evaluate, proposal, knobs, mass_sqrt_inv = walk
     key_move, key_batch, key_accept = random.split(rng_key, 3)
-    grad = _whiten(mass_sqrt_inv, point.grad)
+    grad = whiten(mass_sqrt_inv, point.grad)
     move = proposal.draw(key_move, grad, knobs)
     batch = draw(key_batch, point.batch)
-    new = evaluate(point.z + _unwhiten(mass_sqrt_inv, move.displacement), batch)
+    new = evaluate(point.z + unwhiten(mass_sqrt_inv, move.displacement), batch)
 
     log_ratio = (
         new.value
         - point.value
-        + proposal.log_ratio(move, grad, _whiten(mass_sqrt_inv, new.grad), knobs)
+        + proposal.log_ratio(move, grad, whiten(mass_sqrt_inv, new.grad), knobs)
     )
     diverging = ~jnp.isfinite(new.value) | jnp.isnan(log_ratio)
     log_ratio = jnp.where(diverging, -jnp.inf, log_ratio)
@@ -87,7 +90,7 @@ def step(
     def paired() -> tuple[jax.Array, jax.Array]:
         fresh = evaluate(point.z, batch)
         paired_ratio = log_ratio + point.value - fresh.value
-        return fresh.noise_variance, _accept_prob(paired_ratio)
+        return fresh.noise_variance, accept_prob(paired_ratio)
 
     def alone() -> tuple[jax.Array, jax.Array]:
         return jnp.zeros_like(new.noise_variance), jnp.zeros_like(new.value)
@@ -97,7 +100,7 @@ def step(
         kept = lax.cond(accepted, lambda: point, lambda: evaluate(point.z, batch))
     point = jax.tree.map(lambda x, y: jnp.where(accepted, x, y), new, kept)
     info = Info(
-        _accept_prob(log_ratio),
+        accept_prob(log_ratio),
         accepted.astype(jnp.int32),
         diverging,
         move.forward.astype(jnp.int32),
@@ -106,13 +109,13 @@ def step(
     return point, info
 
 
-def _accept_prob(log_ratio: jax.Array) -> jax.Array:
+def accept_prob(log_ratio: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(log_ratio), 0.0, jnp.exp(jnp.minimum(log_ratio, 0.0)))
 
 
-def _whiten(mass_sqrt_inv: jax.Array, grad: jax.Array) -> jax.Array:
+def whiten(mass_sqrt_inv: jax.Array, grad: jax.Array) -> jax.Array:
     return mass_sqrt_inv @ grad if mass_sqrt_inv.ndim == 2 else mass_sqrt_inv * grad
 
 
-def _unwhiten(mass_sqrt_inv: jax.Array, move: jax.Array) -> jax.Array:
-    return _whiten(mass_sqrt_inv.T, move)
+def unwhiten(mass_sqrt_inv: jax.Array, move: jax.Array) -> jax.Array:
+    return whiten(mass_sqrt_inv.T, move)

@@ -63,7 +63,7 @@ MUTANTS = {
     ),
     "gradient not whitened": (
         "step.py",
-        "proposal.log_ratio(move, grad, _whiten(mass_sqrt_inv, new.grad), knobs)",
+        "proposal.log_ratio(move, grad, whiten(mass_sqrt_inv, new.grad), knobs)",
         "proposal.log_ratio(move, grad, new.grad, knobs)",
         "tests/test_exact.py::test_two_dimensions_with_a_mass_matrix[False]",
     ),
