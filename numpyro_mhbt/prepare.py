@@ -142,9 +142,10 @@ def _coldest(
 
     nearest = np.argmin(np.abs(np.log(temperatures / temperature)))
     around = np.arange(NUM_POINTS // len(modes)) + nearest * NUM_POINTS
-    drop = (hot[-1] - hot[around]) / temperature + cold[-1] - cold[around]
     expected = 0.5 * np.sum(unit_points(dim)[: len(around)] ** 2, axis=1)
-    fit = np.median(drop / expected)
+    with np.errstate(invalid="ignore"):  # no density: no fit
+        drop = (hot[-1] - hot[around]) / temperature + cold[-1] - cold[around]
+        fit = np.median(drop / expected)
     return temperature, bool(0.5 < fit < 2)
 
 

@@ -100,7 +100,12 @@ def test_dirichlet_categorical(t):
     assert_moments(draws["p"], exact.mean(), exact.var())
 
 
-@pytest.mark.parametrize("proposal", [RSGLD(), RandomWalk()], ids=str)
+@pytest.mark.long_chains
+@pytest.mark.parametrize(
+    "proposal",
+    [RSGLD(), pytest.param(RandomWalk(), marks=pytest.mark.slow)],
+    ids=["RSGLD", "RandomWalk"],
+)
 def test_mini_batches_where_the_bias_is_negligible(proposal):
     """
     Order 0 inflates the spread by (1 - m/n) c / m (first order) at this size: half a

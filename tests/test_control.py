@@ -72,7 +72,7 @@ def test_spread_of_a_gaussian_mean(c_n, correct):
     """Within 3% of the tempered posterior, or of the inflation that theory predicts."""
     y = random.normal(random.key(0), (N, D))
     kernel = MHBT(gaussian, SGLD(), c_n=c_n, bias_correction=correct)
-    draws = 20_000 if c_n == 300 and not correct else 4000
+    draws = 20_000 if c_n == 300 and not correct else 2500
     mu = run_chains(kernel, y, num_chains=64, burn=1000, draws=draws)["mu"]
     # The finite-population factor 1 - m/n belongs to the noise and so to the bias.
     predicted = 1 if correct else 1 / (1 - c_n / M * (1 - M / N))
@@ -90,7 +90,7 @@ def test_posterior_itself_from_batches(order):
     mode, sd = laplace(x, y)
     mcmc = make_mcmc(
         MHBT(logistic, SGLD(), control_variate=Taylor(order)),
-        num_chains=64,
+        num_chains=32,
         num_warmup=1000,
         num_samples=1500,
     )
@@ -311,7 +311,7 @@ def test_new_data_have_their_own_expansion():
     x, y = logistic_data(20_000, 3)
     kernel = MHBT(logistic, SGLD(), control_variate=Taylor(2))
     mcmc = make_mcmc(kernel, num_samples=2000, jit_model_args=True)
-    for data in ((x, y), (x, 1 - y), (x[:, ::-1], y)):
+    for data in ((x, y), (x, 1 - y)):
         mcmc.run(random.key(0), *data)
         mode, sd = laplace(*data)
         w = np.asarray(mcmc.get_samples()["w"])

@@ -1,0 +1,179 @@
+"""
+How fast MHBT comes to the tempered posterior, beside a chain that sees all rows.
+
+Figure 2(a) of the paper: the mean of a Gaussian in d = 2 and 5 dimensions with prior
+N(0, I), n = 10^5 rows, batches of 1000, a random walk that accepts about 0.3 of its
+moves. Many chains start at the prior; after each step the total variation distance
+between their positions and as many exact draws of the tempered posterior is taken on a
+grid. The chains on all rows have the same target and steps; all rows enter through
+their mean, which for a Gaussian is the same density up to a constant.
+
+MHBT is run as in the paper, without the terms of the log-density that depend on the
+data alone (in NumPyro: ``Taylor(order=0)``), and with them.
+
+    python examples/total_variation.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+import warnings
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from tqdm.auto import tqdm
+
+from numpyro_mhbt import MHBT, RandomWalk, Taylor
+
+AT_ONCE = 1000
+STEP = {2: 2.4, 5: 1.15}  # standard deviations of the target, for acceptance near 0.3
+
+
+def on_batches(x: jax.Array, batch_size: int) -> None:
+    d = x.shape[1]
+    theta = numpyro.sample("theta", dist.Normal(0, 1).expand([d]).to_event(1))
+    with numpyro.plate("N", len(x), subsample_size=batch_size):
+        rows = numpyro.subsample(x, event_dim=1)
+        numpyro.sample("x", dist.Normal(theta, 1).to_event(1), obs=rows)
+
+
+def on_all_rows(mean: jax.Array, n: int) -> None:
+    prior = dist.Normal(0, 1).expand(mean.shape).to_event(1)
+    theta = numpyro.sample("theta", prior)
+    numpyro.sample("mean", dist.Normal(theta, n**-0.5).to_event(1), obs=mean)
+
+
+def positions(
+    kernel: MHBT, args: tuple, d: int, num_chains: int, steps: int, name: str
+) -> tuple[np.ndarray, float]:
+    """Where each chain is after each step, and the mean acceptance of the last half."""
+
+    @jax.jit
+    def run(state: object, arrays: tuple) -> tuple[jax.Array, jax.Array]:
+        def step(state: object, _: None) -> tuple[object, tuple]:
+            state = kernel.sample(state, (*arrays, *args[1:]), {})
+            return state, (state.z["theta"], state.accept_prob)
+
+        return lax.scan(step, state, None, length=steps)[1]
+
+    found, rates = [], []
+    at_once = min(AT_ONCE, num_chains)
+    for part in tqdm(range(num_chains // at_once), desc=name):
+        key_start, key_chains = random.split(random.key(part))
+        start = {"theta": random.normal(key_start, (at_once, d))}
+        keys = random.split(key_chains, at_once)
+        state = kernel.init(keys, 0, start, args, {})
+        theta, rate = run(state, args[:1])
+        found.append(np.concatenate([np.asarray(start["theta"])[None], theta]))
+        rates.append(float(rate[steps // 2 :].mean()))
+    return np.concatenate(found, axis=1), float(np.mean(rates))
+
+
+def total_variation(draws: np.ndarray, exact: np.ndarray, bins: int) -> float:
+    """On a grid of ``bins`` cells a side over four standard deviations, and outside."""
+
+    def counts(unit: np.ndarray) -> dict[tuple, int]:
+        cells = np.clip(np.floor((unit + 4) * bins / 8), -1, bins).astype(np.int64)
+        code = cells @ (bins + 2) ** np.arange(unit.shape[1])
+        return dict(zip(*np.unique(code, return_counts=True), strict=True))
+
+    a, b = counts(draws), counts(exact)
+    gaps = [abs(a.get(c, 0) - b.get(c, 0)) for c in a.keys() | b.keys()]
+    return sum(gaps) / 2 / len(draws)
+
+
+def plot(results: dict[str, dict], path: str) -> None:
+    dims = sorted({r["d"] for r in results.values()})
+    figure, axes = plt.subplots(
+        1, len(dims), figsize=(6 * len(dims), 4.2), squeeze=False
+    )
+    for axis, d in zip(axes[0], dims, strict=True):
+        floor = 0.0
+        for name, result in results.items():
+            if result["d"] == d:
+                style = {"lw": 2, "ls": "--"} if "all rows" in name else {"lw": 1.2}
+                axis.semilogy(result["distance"], label=result["label"], **style)
+                floor = max(floor, result["floor"])
+        axis.axhline(floor, color="grey", lw=1, ls=":", label="two exact samples")
+        axis.set(xlabel="step", ylabel="total variation distance", title=f"d = {d}")
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
+    parser.add_argument("--rows", type=int, default=10**5)
+    parser.add_argument("--batch-size", type=int, default=1000)
+    parser.add_argument("--chains", type=int, default=10_000, help="the paper has 10^5")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--c-n", type=float, nargs="+", default=[20.0, 5.0, 10.0, 30.0])
+    parser.add_argument("--dims", type=int, nargs="+", default=[2, 5])
+    parser.add_argument("--smoke", action="store_true", help="seconds, on less data")
+    parser.add_argument("--out", default="total_variation.png")
+    args = parser.parse_args()
+    if args.smoke:
+        args.rows, args.batch_size, args.chains, args.steps = 1000, 50, 100, 10
+        args.c_n, args.dims = [5.0], [2]
+    warnings.filterwarnings("ignore", "MHBT: no plate")
+
+    results: dict[str, dict] = {}
+    for d in args.dims:
+        x = 2 + random.normal(random.key(d), (args.rows, d))
+        n, mean = args.rows, np.asarray(x, np.float64).mean(0)
+        for c_n in args.c_n:
+            center, sd = n / (n + 1) * mean, math.sqrt(n / c_n / (n + 1))
+            walk = RandomWalk(STEP[d] * sd)
+            fixed = {"temperature": n / c_n, "bias_correction": False}
+            plain = MHBT(on_batches, walk, control_variate=None, **fixed)
+            less = Taylor(order=0, ref_params={"theta": jnp.zeros(d)})
+            quiet = MHBT(on_batches, walk, control_variate=less, **fixed)
+            whole = MHBT(on_all_rows, walk, control_variate=None, **fixed)
+            runs = {
+                f"MHBT, c = {c_n:g}": (quiet, (x, args.batch_size)),
+                f"all rows, c = {c_n:g}": (whole, (jnp.asarray(mean, x.dtype), n)),
+            }
+            if c_n == args.c_n[0]:
+                label = f"MHBT, c = {c_n:g}, terms of the data kept"
+                runs[label] = (plain, (x, args.batch_size))
+            rng = np.random.default_rng(0)
+            exact, other = rng.standard_normal((2, args.chains, d))
+            # About as many cells as keep ten chains each.
+            bins = max(4, round((args.chains / 10) ** (1 / d)))
+            for label, (kernel, data) in runs.items():
+                name = f"d = {d}, {label}"
+                path, rate = positions(kernel, data, d, args.chains, args.steps, name)
+                distance = [
+                    total_variation((at - center) / sd, exact, bins) for at in path
+                ]
+                floor = total_variation(other, exact, bins)
+                results[name] = {
+                    "d": d,
+                    "label": f"{label} (acceptance {rate:.2f})",
+                    "distance": distance,
+                    "floor": floor,
+                }
+                print(
+                    f"{name}: acceptance {rate:.2f}, distance {distance[-1]:.3f} after "
+                    f"{args.steps} steps (two exact samples: {floor:.3f})",
+                    flush=True,
+                )
+            jax.clear_caches()
+    Path(args.out).with_suffix(".json").write_text(json.dumps(results))
+    plot(results, args.out)
+    print(f"saved {args.out}: {args.chains} chains")
+
+
+if __name__ == "__main__":
+    main()
