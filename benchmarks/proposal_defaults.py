@@ -38,16 +38,20 @@ SETTINGS = {
     "RandomWalk, target 0.3": (RandomWalk(), 0.3),
     **{
         f"RSGLD coin {coin}, β {beta:g}, target 0.57": (
-            RSGLD(beta=beta, forward_prob=coin),
+            RSGLD(beta=beta, forward_prob=coin, noise="tempered"),
             0.57,
         )
         for coin, beta in ((0.5, 1), (0.5, 2), (0.8, 1), (0.95, 1), (0.95, 2))
     },
     **{
-        f"RSGLD coin 0.95, β 1, target {target}": (RSGLD(forward_prob=0.95), target)
+        f"RSGLD coin 0.95, β 1, target {target}": (RSGLD(noise="tempered"), target)
         for target in (0.45, 0.7)
     },
-    "SGLD, target 0.57": (SGLD(), 0.57),
+    "SGLD, target 0.57": (SGLD(noise="tempered"), 0.57),
+    **{
+        f"RSGLD coin 0.95, β 1, target {target}, matched noise": (RSGLD(), target)
+        for target in (0.45, 0.57)
+    },
 }
 WARMUP, DRAWS, CHAINS = 1500, 3000, 4
 

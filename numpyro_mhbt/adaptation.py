@@ -54,22 +54,30 @@ class Adapter:
     follows the acceptance rate of that pair, in which most of the noise cancels. The
     overall rate is then about this one times the ceiling.
 
-    NumPyro shrinks a covariance towards 1e-3 times the identity. That is made to mean
-    what is known beforehand: a Gaussian approximation of the target, or else 1 / c_n,
-    the scale on which a row's information is of order one. (Draws of a short window
-    do not span the space; shrunk to nothing in the other directions, the chain would
-    never find out.)
+    The mass matrix is learnt in coordinates in which what is known beforehand is the
+    identity: a Gaussian approximation of the target, or else 1 / c_n, the scale on
+    which a row's information is of order one. So a diagonal one there has all the
+    correlations of that approximation. NumPyro shrinks a covariance towards 1e-3 times
+    the identity, which is made to mean just that. (Draws of a short window do not span
+    the space; shrunk to nothing in the other directions, the chain would never find
+    out.) Under an expansion of order 1 or 2 the approximation is kept as it is: they
+    are good where it is, and no short run knows better.
+
+    :param approximated: whether there is a Gaussian approximation.
     """
 
-    def __init__(self, num_warmup: int, settings: Settings) -> None:
+    def __init__(self, num_warmup: int, settings: Settings, approximated: bool) -> None:
         self._num_warmup = num_warmup
         self._settings = settings
+        control = settings.control_variate
+        expanded = control is not None and control.order > 0
+        keep = approximated and expanded and not settings.dense_mass
         self._init, self._update = warmup_adapter(
             num_warmup,
             find_reasonable_step_size=_tenth,
             adapt_step_size=settings.adapt_step_size
             and settings.step_size_schedule is None,
-            adapt_mass_matrix=settings.adapt_mass_matrix,
+            adapt_mass_matrix=settings.adapt_mass_matrix and not keep,
             dense_mass=settings.dense_mass,
             target_accept_prob=settings.target_accept_prob,
         )
@@ -87,8 +95,7 @@ class Adapter:
         """
         unit = jnp.full_like(z, 1 / jnp.sqrt(c_n))
         if spread is not None and self._settings.adapt_mass_matrix:
-            dense = self._settings.dense_mass
-            unit = spread if dense else jnp.sqrt(jnp.sum(spread**2, axis=1))
+            unit = spread
         mass = jnp.full_like(z, _SHRINKAGE)
         mass = jnp.diag(mass) if self._settings.dense_mass else mass
         # The key serves a search for the first step size that is not used here.
@@ -104,6 +111,11 @@ class Adapter:
         c_n: jax.Array,
         state: WarmupState,
     ) -> WarmupState:
+        # A step that is as long as can be must not be told to grow.
+        longest = state.step_size >= self._settings.proposal.max_step_size
+        target = self._settings.target_accept_prob
+        no_more = jnp.minimum(paired_accept_prob, target)
+        paired_accept_prob = jnp.where(longest, no_more, paired_accept_prob)
         unit = state.unit
         z = z / unit if unit.ndim == 1 else (z @ unit) / jnp.sum(unit**2, axis=0)
         z = math.sqrt(_SHRINKAGE) * z
@@ -112,7 +124,12 @@ class Adapter:
 
     def _state(self, hmc: Any, unit: jax.Array, c_n: jax.Array) -> WarmupState:
         sqrt_inv = hmc.mass_matrix_sqrt_inv
-        sqrt_inv = sqrt_inv @ unit.T if unit.ndim == 2 else sqrt_inv * unit
+        if unit.ndim == 1:
+            sqrt_inv = sqrt_inv * unit
+        elif sqrt_inv.ndim == 1:
+            sqrt_inv = sqrt_inv[:, None] * unit.T
+        else:
+            sqrt_inv = sqrt_inv @ unit.T
         sqrt_inv *= jnp.sqrt(c_n / _SHRINKAGE)
         return WarmupState(hmc.step_size, sqrt_inv, unit, hmc, self._num_warmup)
 

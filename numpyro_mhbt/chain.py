@@ -73,7 +73,8 @@ def start(
     none_yet = jnp.zeros((), jnp.int32)
     schedule = settings.step_size_schedule
     step_size = schedule(none_yet) if schedule else settings.proposal.step_size
-    adapt_state = Adapter(num_warmup, settings).init(
+    adapter = Adapter(num_warmup, settings, setup.spread is not None)
+    adapt_state = adapter.init(
         flat, number(step_size), setup.spread, data.num_rows / temperature
     )
     state = MHBTState(
@@ -277,10 +278,11 @@ def adapt(
     num_rows: float,
 ) -> WarmupState:
     """What a draw of warm-up teaches."""
-    return Adapter(state.adapt_state.num_warmup, settings).update(
+    so_far = state.adapt_state
+    return Adapter(so_far.num_warmup, settings, so_far.unit.ndim == 2).update(
         state.i - 1,
         paired_accept_prob,
         ravel_pytree(state.z)[0],
         num_rows / state.temperature,
-        state.adapt_state,
+        so_far,
     )

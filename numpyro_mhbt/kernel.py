@@ -79,7 +79,11 @@ class MHBT(MCMCKernel):
     :param bool temper_prior: whether the prior is raised to 1/T like the likelihood.
     :param bool adapt_step_size: adapt the step size in warm-up.
     :param bool adapt_mass_matrix: adapt the mass matrix in warm-up.
-    :param bool dense_mass: dense mass matrix instead of a diagonal one.
+    :param bool dense_mass: adapt a dense mass matrix instead of a diagonal one. Both
+        are learnt in the coordinates of the Gaussian approximation that T was chosen
+        by, if one was made, so that the diagonal one, too, has its correlations. With a
+        control variate of order 1 or 2 that approximation is the mass matrix, and only
+        ``dense_mass=True`` adapts it.
     :param float target_accept_prob: acceptance rate that warm-up aims at, apart from
         the noise of mini-batches: the rate of all moves is about this one times the
         highest that the noise allows. ``None``: 0.45, or 0.3 for a random walk.

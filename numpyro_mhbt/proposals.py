@@ -62,6 +62,11 @@ class Proposal(Protocol):
         """The acceptance rate, apart from mini-batch noise, at which it works best."""
         ...
 
+    @property
+    def max_step_size(self) -> float:
+        """Above it a step size has no meaning."""
+        ...
+
     def draw(self, rng_key: jax.Array, grad: jax.Array, knobs: Knobs) -> Move: ...
 
     def log_ratio(
@@ -100,6 +105,10 @@ class RandomWalk:
     @property
     def target_accept_prob(self) -> float:
         return 0.3
+
+    @property
+    def max_step_size(self) -> float:
+        return math.inf
 
     def __post_init__(self) -> None:
         positive = callable(self.step_size) or self.step_size > 0
@@ -177,8 +186,12 @@ class RSGLD:
         the starting point are accepted as often as that schedule asks.
     :param float forward_prob: chance of a forward step. The paper's coin is fair, 0.5;
         ``benchmarks/proposal_defaults.py`` shows what a fair coin costs.
-    :param str noise: ``"tempered"``: :math:`s = \sqrt{2 \epsilon / c_n}`, the
-        Langevin noise of the tempered target; ``"paper"``: the paper's
+    :param str noise: ``"matched"``: :math:`s = \sqrt{\epsilon (2 - \epsilon) / c_n}`
+        with :math:`\epsilon` at most 1, so that a Gaussian with the covariance of the
+        mass matrix is left as it is by moves of any length (at :math:`\epsilon = 1`
+        they are independent draws of it); ``"tempered"``:
+        :math:`s = \sqrt{2 \epsilon / c_n}`, the Langevin noise of the tempered target,
+        to which the former tends for short steps; ``"paper"``: the paper's
         :math:`s = \sqrt{2 \epsilon} / n`, which is far smaller and mixes poorly.
     :param str hastings: ``"exact"``: the normalised mixture density, so that the
         chain leaves its target invariant; ``"paper"``: without the factor
@@ -195,7 +208,9 @@ class RSGLD:
     step_size: float | Schedule = 0.1
     beta: float | None = None
     forward_prob: float = field(default=0.95, kw_only=True)
-    noise: Literal["tempered", "paper"] = field(default="tempered", kw_only=True)
+    noise: Literal["matched", "tempered", "paper"] = field(
+        default="matched", kw_only=True
+    )
     hastings: Literal["exact", "paper"] = field(default="exact", kw_only=True)
     beta_schedule: BetaSchedule | None = field(default=None, kw_only=True)
 
@@ -207,12 +222,17 @@ class RSGLD:
     def target_accept_prob(self) -> float:
         return 0.45
 
+    @property
+    def max_step_size(self) -> float:
+        return 1.0 if self.noise == "matched" else math.inf
+
     def __post_init__(self) -> None:
         positive = callable(self.step_size) or self.step_size > 0
         _check(self, "step_size", positive, "positive")
         _check(self, "beta", self.beta is None or self.beta >= 1, "at least 1")
         _check(self, "forward_prob", 0 < self.forward_prob <= 1, "in (0, 1]")
-        _check(self, "noise", self.noise in ("tempered", "paper"), _CHOICE["noise"])
+        noises = ("matched", "tempered", "paper")
+        _check(self, "noise", self.noise in noises, _CHOICE["noise"])
         _check(
             self, "hastings", self.hastings in ("exact", "paper"), _CHOICE["hastings"]
         )
@@ -261,11 +281,15 @@ class RSGLD:
 
     def _scales(self, knobs: Knobs) -> tuple[jax.Array, jax.Array]:
         """The noise scale s, and the gain that takes a gradient to the drift G."""
-        if self.noise == "tempered":
-            scale = jnp.sqrt(2 * knobs.step_size / knobs.c_n)
+        step_size = knobs.step_size
+        if self.noise == "matched":
+            step_size = jnp.minimum(step_size, self.max_step_size)
+            scale = jnp.sqrt(step_size * (2 - step_size) / knobs.c_n)
+        elif self.noise == "tempered":
+            scale = jnp.sqrt(2 * step_size / knobs.c_n)
         else:
-            scale = jnp.sqrt(2 * knobs.step_size) / knobs.num_rows
-        return scale, knobs.step_size / knobs.c_n / scale
+            scale = jnp.sqrt(2 * step_size) / knobs.num_rows
+        return scale, step_size / knobs.c_n / scale
 
 
 class SGLD(RSGLD):
@@ -282,12 +306,15 @@ class SGLD(RSGLD):
     def __init__(
         self,
         step_size: float | Schedule = 0.1,
-        noise: Literal["tempered", "paper"] = "tempered",
+        noise: Literal["matched", "tempered", "paper"] = "matched",
     ) -> None:
         super().__init__(step_size, 1.0, forward_prob=1.0, noise=noise)
 
 
-_CHOICE = {"noise": "'tempered' or 'paper'", "hastings": "'exact' or 'paper'"}
+_CHOICE = {
+    "noise": "'matched', 'tempered' or 'paper'",
+    "hastings": "'exact' or 'paper'",
+}
 
 
 def _check(proposal: object, name: str, ok: bool, what: str) -> None:

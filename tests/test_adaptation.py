@@ -4,11 +4,12 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 import pytest
 
-from numpyro_mhbt import MHBT, RSGLD, SGLD, RandomWalk
+from numpyro_mhbt import MHBT, RSGLD, SGLD, RandomWalk, Taylor
 from numpyro_mhbt.adaptation import acceptance_ceiling
 
 
@@ -57,7 +58,7 @@ def test_step_size_does_not_collapse_in_loud_noise(proposal):
 
 
 def test_mass_matrix_learns_the_scales():
-    kernel = MHBT(model, RSGLD(), c_n=20.0)
+    kernel = MHBT(model, RSGLD(noise="tempered"), c_n=20.0)
     mcmc, extra = run(kernel, 1000)
     weights = np.median(mcmc.last_state.adapt_state.mass_matrix_sqrt_inv, axis=0)
     assert weights[2] / weights[0] == pytest.approx(30, rel=0.5)
@@ -65,6 +66,23 @@ def test_mass_matrix_learns_the_scales():
 
 
 def test_target_accept_prob_is_taken_literally():
-    kernel = MHBT(model, RSGLD(), c_n=5.0, target_accept_prob=0.8)
+    proposal = RSGLD(noise="tempered")
+    kernel = MHBT(model, proposal, c_n=5.0, target_accept_prob=0.8)
     _, extra = run(kernel, 1000)
     assert np.mean(extra["accept_prob"]) == pytest.approx(0.8, abs=0.06)
+
+
+@pytest.mark.parametrize("dense_mass", [False, True])
+def test_matched_moves_in_a_gaussian_are_all_but_independent(dense_mass):
+    """The longest step is found and not exceeded, and leaves no correlation."""
+    kernel = MHBT(model, SGLD(), control_variate=Taylor(2), dense_mass=dense_mass)
+    mcmc, extra = run(kernel, 1000)
+    step_size = np.asarray(extra["step_size"])
+    assert np.all((step_size > 0.5) & (step_size < 2))
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"])
+    assert effective_sample_size(draws).min() > 0.5 * draws.shape[0] * draws.shape[1]
+    # Chains are independent of each other: a standard error by chain.
+    exact = 1 / np.sqrt(2000) * np.array([1.0, 1.0, 30.0])
+    ratio = draws.std(1) / exact
+    error = ratio.std(0) / np.sqrt(len(ratio))
+    assert np.all(np.abs(ratio.mean(0) - 1) < 4 * error + 2e-3)

@@ -20,7 +20,11 @@ def knobs(proposal, dtype=jnp.float64):
 def log_q(proposal, displacement, grad):
     """The mixture of the paper's equation for q_I, from scipy, term by term."""
     eps, beta, p = proposal.step_size, proposal.beta, proposal.forward_prob
-    s = np.sqrt(2 * eps / C_N) if proposal.noise == "tempered" else np.sqrt(2 * eps) / N
+    s = {
+        "matched": np.sqrt(eps * (2 - eps) / C_N),
+        "tempered": np.sqrt(2 * eps / C_N),
+        "paper": np.sqrt(2 * eps) / N,
+    }[proposal.noise]
     drift = eps * grad / C_N
     forward = stats.norm.logpdf(displacement, drift, s).sum()
     backward = stats.norm.logpdf(displacement, -drift, s * beta).sum()
@@ -36,7 +40,7 @@ PROPOSALS = [
     for step_size in (1e-3, 0.5)
     for beta in (1.0, 1.5, 3.0)
     for p in (0.5, 0.8)
-    for noise in ("tempered", "paper")
+    for noise in ("matched", "tempered", "paper")
     for hastings in ("exact", "paper")
 ] + [SGLD(1e-3), SGLD(0.5, noise="paper")]
 
