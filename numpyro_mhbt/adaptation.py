@@ -131,7 +131,9 @@ class Adapter:
         else:
             sqrt_inv = sqrt_inv @ unit.T
         sqrt_inv *= jnp.sqrt(c_n / _SHRINKAGE)
-        return WarmupState(hmc.step_size, sqrt_inv, unit, hmc, self._num_warmup)
+        longest = self._settings.proposal.max_step_size
+        step_size = jnp.minimum(hmc.step_size, longest)
+        return WarmupState(step_size, sqrt_inv, unit, hmc, self._num_warmup)
 
 
 def _tenth(step_size: jax.Array, *_: Any) -> jax.Array:

@@ -37,6 +37,7 @@ def run(kernel, m, num_chains=8):
     return mcmc, mcmc.get_extra_fields(group_by_chain=True)
 
 
+@pytest.mark.filterwarnings("ignore:MHBT. . of 8 chain")  # on a lucky batch for long
 @pytest.mark.parametrize("proposal", [RandomWalk, SGLD, RSGLD])
 def test_step_size_does_not_collapse_in_loud_noise(proposal):
     """v is about 5: no move can be accepted more than 0.11 of the time."""
@@ -78,7 +79,7 @@ def test_matched_moves_in_a_gaussian_are_all_but_independent(dense_mass):
     kernel = MHBT(model, SGLD(), control_variate=Taylor(2), dense_mass=dense_mass)
     mcmc, extra = run(kernel, 1000)
     step_size = np.asarray(extra["step_size"])
-    assert np.all((step_size > 0.5) & (step_size < 2))
+    assert np.all((step_size > 0.5) & (step_size <= 1))
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"])
     assert effective_sample_size(draws).min() > 0.5 * draws.shape[0] * draws.shape[1]
     # Chains are independent of each other: a standard error by chain.
