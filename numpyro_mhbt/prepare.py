@@ -144,7 +144,8 @@ def _coldest(
     around = np.arange(NUM_POINTS // len(modes)) + nearest * NUM_POINTS
     expected = 0.5 * np.sum(unit_points(dim)[: len(around)] ** 2, axis=1)
     with np.errstate(invalid="ignore"):  # no density: no fit
-        drop = (hot[-1] - hot[around]) / temperature + cold[-1] - cold[around]
+        drop = (hot[-1] - hot[around]) / temperatures[nearest]
+        drop += cold[-1] - cold[around]
         fit = np.median(drop / expected)
     return temperature, bool(0.5 < fit < 2)
 
