@@ -81,7 +81,7 @@ def test_beta_bernoulli(t):
     assert_moments(draws["p"], exact.mean(), exact.var())
 
 
-@pytest.mark.parametrize("t", [1.0, 3.0])
+@pytest.mark.parametrize("t", [pytest.param(1.0, marks=pytest.mark.slow), 3.0])
 def test_normal_inverse_gamma(t):
     kernel = MHBT(normal_inverse_gamma, RSGLD(), temperature=t)
     draws = run_chains(kernel, REALS, 40, draws=1500)

@@ -106,7 +106,7 @@ def test_posterior_itself_from_batches(order):
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers", "ignore:MHBT. T = ")
-@pytest.mark.parametrize("method", ["parallel", "vectorized"])
+@pytest.mark.parametrize("method", ["parallel", pytest.param("vectorized", marks=slow)])
 def test_one_temperature_for_all_chains(method):
     x, y = logistic_data(20_000, 4)
     mcmc = make_mcmc(
@@ -284,7 +284,7 @@ def test_resume_with_other_data_is_told():
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
-@pytest.mark.parametrize("method", ["parallel", jax.vmap])
+@pytest.mark.parametrize("method", ["parallel", pytest.param(jax.vmap, marks=slow)])
 def test_expansion_is_the_same_under_every_chain_method(method):
     x, y = logistic_data(5000, 3)
     kernel = MHBT(logistic, SGLD(), control_variate=Taylor(2))
@@ -352,6 +352,7 @@ class TestBatchReport:
         assert "times wider than the posterior; raise subsample_size" in report.verdict
         assert report.verdict in str(report)
 
+    @slow
     def test_hotter_than_need_be(self):
         report = batch_report(self.run(MHBT(gaussian, SGLD(), c_n=5)))
         assert "noise near the target would allow T = " in report.verdict
@@ -384,6 +385,7 @@ class TestBatchReport:
         with pytest.warns(UserWarning, match="have not mixed: R-hat"):
             batch_report(self.run(kernel))
 
+    @slow
     def test_far_reference(self):
         control = Taylor(1, ref_params={"mu": jnp.ones(D)})
         kernel = MHBT(gaussian, SGLD(), control_variate=control, temperature=1.0)

@@ -205,6 +205,7 @@ MODELS = [
     (nnx_network, (X, Y), {}),
     (whole, (Y,), {}),
 ]
+MUCH_THE_SAME = {subsample_style, two_sites, repeated, keyword, whole, improper, scaled}
 every_model = pytest.mark.parametrize(
     "model, args, kwargs", MODELS, ids=[model.__name__ for model, _, _ in MODELS]
 )
@@ -315,7 +316,14 @@ def test_pass_over_all_rows_in_chunks(model, args, kwargs, monkeypatch):
     )
 
 
-@every_model
+@pytest.mark.parametrize(
+    "model, args, kwargs",
+    [
+        pytest.param(*case, id=case[0].__name__, marks=marks)
+        for case in MODELS
+        for marks in [pytest.mark.slow if case[0] in MUCH_THE_SAME else []]
+    ],
+)
 @pytest.mark.filterwarnings("ignore:MHBT. the noise")  # few rows, few steps
 @pytest.mark.filterwarnings("ignore:MHBT. . of 2 chain")
 def test_runs(model, args, kwargs):

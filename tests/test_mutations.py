@@ -163,9 +163,7 @@ QUICK = {
     "batch with replacement",
     "branch weight wrong",
     "gradient of the old batch on the way back",
-    "finite population ignored",
     "bias doubled instead of taken away",
-    "second derivative not halved",
     "step size led by the overall rate",
 }
 

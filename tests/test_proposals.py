@@ -17,14 +17,19 @@ def knobs(proposal, dtype=jnp.float64):
     return Knobs(jnp.asarray(proposal.step_size, dtype), proposal.beta, C_N, N)
 
 
-def log_q(proposal, displacement, grad):
-    """The mixture of the paper's equation for q_I, from scipy, term by term."""
-    eps, beta, p = proposal.step_size, proposal.beta, proposal.forward_prob
-    s = {
+def noise_scale(proposal):
+    eps = proposal.step_size
+    return {
         "matched": np.sqrt(eps * (2 - eps) / C_N),
         "tempered": np.sqrt(2 * eps / C_N),
         "paper": np.sqrt(2 * eps) / N,
     }[proposal.noise]
+
+
+def log_q(proposal, displacement, grad):
+    """The mixture of the paper's equation for q_I, from scipy, term by term."""
+    eps, beta, p = proposal.step_size, proposal.beta, proposal.forward_prob
+    s = noise_scale(proposal)
     drift = eps * grad / C_N
     forward = stats.norm.logpdf(displacement, drift, s).sum()
     backward = stats.norm.logpdf(displacement, -drift, s * beta).sum()
@@ -73,11 +78,10 @@ def test_moves_follow_the_density(proposal):
         lambda key: proposal.draw(key, grad, knobs(proposal, jnp.float32))
     )(keys)
     drift = proposal.step_size * 4.0 / C_N
-    s = np.sqrt(2 * proposal.step_size / C_N)
     if isinstance(proposal, RandomWalk):
         parts = [(1.0, 0.0, proposal.step_size)]
     else:
-        p = proposal.forward_prob
+        p, s = proposal.forward_prob, noise_scale(proposal)
         parts = [(p, drift, s), (1 - p, -drift, s * proposal.beta)]
         assert np.mean(moves.forward) == pytest.approx(p, abs=0.02)
 
