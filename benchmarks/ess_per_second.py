@@ -143,8 +143,8 @@ def make_samplers(n: int) -> tuple[list[Sampler], tuple]:
             label = f"{name}, order 2, m = {m}"
             samplers.append(numpyro_sampler("MHBT", label, kernel, args, 20_000))
         for blocks in (1, 10):
-            for inner, steps in ((NUTS, {}), (HMC, {"num_steps": 4})):
-                options = {"trajectory_length": None, **steps} if steps else {}
+            four_steps = {"trajectory_length": None, "num_steps": 4}
+            for inner, options in ((NUTS, {}), (HMC, four_steps)):
                 kernel = HMCECS(
                     inner(model, init_strategy=near, **options),
                     num_blocks=blocks,

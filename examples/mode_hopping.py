@@ -36,7 +36,7 @@ def visits(theta_2: np.ndarray, mode: float) -> int:
 
 
 def run(kernel: MHBT, x: object, batch_size: int | None, draws: int) -> np.ndarray:
-    mcmc = MCMC(kernel, num_warmup=draws // 10, num_samples=draws, jit_model_args=False)
+    mcmc = MCMC(kernel, num_warmup=draws // 10, num_samples=draws)
     mcmc.run(random.key(1), x, batch_size, extra_fields=("accept_prob",))
     rate = float(mcmc.get_extra_fields()["accept_prob"].mean())
     print(f"mean acceptance {rate:.2f}")

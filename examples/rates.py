@@ -23,6 +23,7 @@ from functools import partial
 import json
 from pathlib import Path
 
+from acceptance_rates import model
 import jax
 from jax import lax, random
 import jax.numpy as jnp
@@ -31,20 +32,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 
 from numpyro_mhbt import MHBT, RandomWalk, Taylor
 
 DIM = 4
-
-
-def model(x: jax.Array, batch_size: int) -> None:
-    d = x.shape[1]
-    theta = numpyro.sample("theta", dist.Normal(0, 1).expand([d]).to_event(1))
-    with numpyro.plate("N", len(x), subsample_size=batch_size):
-        rows = numpyro.subsample(x, event_dim=1)
-        numpyro.sample("x", dist.Normal(theta, 1).to_event(1), obs=rows)
 
 
 def divergence(ratio: np.ndarray | float, dim: int = DIM) -> np.ndarray:

@@ -22,6 +22,7 @@ import math
 from pathlib import Path
 import warnings
 
+from acceptance_rates import model
 import jax
 from jax import lax, random
 import jax.numpy as jnp
@@ -38,14 +39,6 @@ from numpyro_mhbt import MHBT, RandomWalk, Taylor
 
 AT_ONCE = 1000
 STEP = {2: 2.4, 5: 1.15}  # standard deviations of the target, for acceptance near 0.3
-
-
-def on_batches(x: jax.Array, batch_size: int) -> None:
-    d = x.shape[1]
-    theta = numpyro.sample("theta", dist.Normal(0, 1).expand([d]).to_event(1))
-    with numpyro.plate("N", len(x), subsample_size=batch_size):
-        rows = numpyro.subsample(x, event_dim=1)
-        numpyro.sample("x", dist.Normal(theta, 1).to_event(1), obs=rows)
 
 
 def on_all_rows(mean: jax.Array, n: int) -> None:
@@ -136,9 +129,9 @@ def main() -> None:
             center, sd = n / (n + 1) * mean, math.sqrt(n / c_n / (n + 1))
             walk = RandomWalk(STEP[d] * sd)
             fixed = {"temperature": n / c_n, "bias_correction": False}
-            plain = MHBT(on_batches, walk, control_variate=None, **fixed)
+            plain = MHBT(model, walk, control_variate=None, **fixed)
             less = Taylor(order=0, ref_params={"theta": jnp.zeros(d)})
-            quiet = MHBT(on_batches, walk, control_variate=less, **fixed)
+            quiet = MHBT(model, walk, control_variate=less, **fixed)
             whole = MHBT(on_all_rows, walk, control_variate=None, **fixed)
             runs = {
                 f"MHBT, c = {c_n:g}": (quiet, (x, args.batch_size)),

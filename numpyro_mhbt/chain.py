@@ -209,9 +209,9 @@ def _follow_beta(
     position = (i - 1) % draws + 1
     rate = _mean(state.epoch_accept_prob, state.accept_prob, position)
     state = state._replace(epoch_accept_prob=rate)
-    rng_key, key_probe = random.split(state.rng_key)
 
     def new_epoch() -> tuple[jax.Array, jax.Array]:
+        rng_key, key_probe = random.split(state.rng_key)
         probe = _prober(key_probe, plan, state, settings, data)
         return rng_key, next_beta(plan, state.beta, rate, probe)
 

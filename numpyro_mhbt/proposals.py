@@ -227,8 +227,11 @@ class RSGLD:
         return 1.0 if self.noise == "matched" else math.inf
 
     def __post_init__(self) -> None:
-        positive = callable(self.step_size) or self.step_size > 0
+        step_size = self.step_size
+        positive = callable(step_size) or step_size > 0
         _check(self, "step_size", positive, "positive")
+        short = callable(step_size) or step_size <= self.max_step_size
+        _check(self, "step_size", short, "at most 1 with noise='matched'")
         _check(self, "beta", self.beta is None or self.beta >= 1, "at least 1")
         _check(self, "forward_prob", 0 < self.forward_prob <= 1, "in (0, 1]")
         noises = ("matched", "tempered", "paper")

@@ -128,10 +128,13 @@ def test_beta_moves_once_an_epoch(steps_per_draw):
 
 
 def test_first_beta_is_found_where_the_chain_starts():
-    proposal = RSGLD(1e-3, hastings="paper", beta_schedule=BetaSchedule())
+    """Far out, long steps against a small noise need a wide way back."""
+    plan = BetaSchedule()
+    proposal = RSGLD(0.5, noise="paper", hastings="paper", beta_schedule=plan)
     kernel = MHBT(model, proposal, c_n=5, control_variate=None)
-    state = kernel.init(random.key(0), 0, None, (Y,), {})
-    assert float(state.beta) >= 1
+    far = {"mu": jnp.full(DIM, 5.0)}
+    state = kernel.init(random.key(0), 0, far, (Y,), {})
+    assert float(state.beta) > 10
     assert float(MHBT(model, c_n=5).init(random.key(0), 0, None, (Y,), {}).beta) == 1
 
 

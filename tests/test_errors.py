@@ -116,6 +116,7 @@ def run(kernel, *args, method="vectorized", num_chains=1, **options):
         (lambda: RSGLD(beta=0.5), ["RSGLD", "beta", "at least 1", "got 0.5"]),
         (lambda: RSGLD(beta=np.nan), ["RSGLD", "beta", "got nan"]),
         (lambda: RSGLD(step_size=0), ["RSGLD", "step_size", "positive", "got 0"]),
+        (lambda: RSGLD(2.0), ["RSGLD", "step_size", "at most 1", "got 2.0"]),
         (lambda: RSGLD(forward_prob=0), ["RSGLD", "forward_prob", "got 0"]),
         (lambda: RSGLD(forward_prob=1.5), ["RSGLD", "forward_prob", "got 1.5"]),
         (lambda: SGLD(noise="white"), ["SGLD", "noise", "got 'white'"]),
