@@ -153,12 +153,7 @@ def reference(problem: Problem, cache: Path) -> dict[str, np.ndarray]:
 
 
 def run_ours(problem: Problem) -> MCMC:
-    kernel = MHBT(
-        problem.model,
-        control_variate=Taylor(order=2),
-        temperature=1.0,
-        dense_mass=True,
-    )
+    kernel = MHBT(problem.model, control_variate=Taylor(order=2))
     mcmc = MCMC(
         kernel,
         num_warmup=2000,

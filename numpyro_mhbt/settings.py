@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from numpyro_mhbt.control import Taylor
@@ -76,8 +77,10 @@ class Settings:
 
     @property
     def step_size_schedule(self) -> Schedule | None:
-        step_size = self.proposal.step_size
-        return step_size if callable(step_size) else None
+        given, longest = self.proposal.step_size, self.proposal.max_step_size
+        if not callable(given):
+            return None
+        return lambda i: jnp.minimum(given(i), longest)
 
 
 def _check_positive(name: str, value: Any) -> None:

@@ -221,7 +221,7 @@ def test_schedules_of_temperature_and_step_size():
         return jnp.maximum(500.0 * 0.5 ** (i / 20), 100.0)
 
     def shrinking(i):
-        return 0.1 / (1 + i / 100)
+        return 2 / (1 + i / 20)
 
     kernel = MHBT(gaussian, SGLD(shrinking), temperature=cooling)
     mcmc = make_mcmc(kernel, num_warmup=0, num_samples=1000)
@@ -230,7 +230,8 @@ def test_schedules_of_temperature_and_step_size():
     extra = mcmc.get_extra_fields(group_by_chain=True)
     i = np.arange(1000)
     np.testing.assert_allclose(extra["temperature"][0], cooling(i), rtol=1e-5)
-    np.testing.assert_allclose(extra["step_size"][0], shrinking(i), rtol=1e-5)
+    step_size = np.minimum(shrinking(i), 1)  # longer ones have no meaning
+    np.testing.assert_allclose(extra["step_size"][0], step_size, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:MHBT. . of . chain")
