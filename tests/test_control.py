@@ -331,6 +331,7 @@ def test_reference_without_derivatives():
         kernel.init(random.key(0), 0, None, (jnp.ones(5),), {})
 
 
+@pytest.mark.long_chains
 class TestBatchReport:
     """A verdict in plain words, and the same text as a warning if it is bad."""
 
@@ -359,7 +360,6 @@ class TestBatchReport:
         assert "noise near the target would allow T = " in report.verdict
 
     @slow
-    @pytest.mark.long_chains
     def test_uncorrected_noise_counts(self):
         kernel = MHBT(gaussian, SGLD(), c_n=200, bias_correction=False)
         report = batch_report(self.run(kernel, num_samples=20_000))
