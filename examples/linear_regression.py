@@ -12,6 +12,8 @@ heavier tails than a Gaussian, and all rows together leave no doubt of it.
 
 from __future__ import annotations
 
+from functools import partial
+
 import datasets
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ from show import (
 COLUMNS = "intercept", "departure", "air time", "distance", "hour", "JFK", "LGA"
 
 
-def model(x: jax.Array, y: jax.Array | None, batch_size: int) -> None:
+def model(x: jax.Array, y: jax.Array | None = None, *, batch_size: int) -> None:
     w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
     with numpyro.plate("flights", len(x), subsample_size=batch_size):
@@ -59,14 +61,15 @@ def main() -> None:
         args.batch_size = 100
     else:
         x, y = map(jnp.asarray, load(datasets.flights(args.data)))
-    mcmc = sample(model, args, x, y)
+    this = partial(model, batch_size=args.batch_size)
+    mcmc = sample(this, args, x, y)
     for name, w in zip(COLUMNS, mcmc.get_samples()["w"].T, strict=True):
         print(f"{name:>12}: {w.mean():8.4f} ± {w.std():.4f}")
     trace_and_rank(mcmc, args.out)
     some = slice(None, None, max(1, len(y) // 20_000))
     check_distribution(
         np.asarray(y[some]),
-        replicate(model, mcmc, x[some], None, None, site="delay"),
+        replicate(this, mcmc, x[some], site="delay"),
         "delay at arrival, standard deviations",
         f"Delays, observed and replicated ({describe_temperature(mcmc)})",
         f"{args.out}_predictive.png",

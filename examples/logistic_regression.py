@@ -11,6 +11,8 @@ calibration bends), which no spread of its coefficients says.
 
 from __future__ import annotations
 
+from functools import partial
+
 import datasets
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,7 @@ from show import (
 )
 
 
-def model(x: jax.Array, y: jax.Array | None, batch_size: int) -> None:
+def model(x: jax.Array, y: jax.Array | None = None, *, batch_size: int) -> None:
     w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
     with numpyro.plate("patches", len(x), subsample_size=batch_size):
         xb, yb = numpyro.subsample(x, event_dim=1), numpyro.subsample(y, event_dim=0)
@@ -49,12 +51,13 @@ def main() -> None:
         args.batch_size = 100
     else:
         x, y = map(jnp.asarray, datasets.covtype(args.data))
-    mcmc = sample(model, args, x, y)
+    this = partial(model, batch_size=args.batch_size)
+    mcmc = sample(this, args, x, y)
     trace_and_rank(mcmc, args.out)
     some = slice(None, None, max(1, len(y) // 20_000))
     check_calibration(
         np.asarray(y[some]),
-        replicate(model, mcmc, x[some], None, None, site="pine"),
+        replicate(this, mcmc, x[some], site="pine"),
         f"Calibration ({describe_temperature(mcmc)})",
         f"{args.out}_predictive.png",
     )

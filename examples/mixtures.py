@@ -38,7 +38,7 @@ COMPONENTS = 3
 AIRPORTS, HOURS = 3, np.arange(5, 24)
 
 
-def model(y: jax.Array | None, n: int, batch_size: int, *, family: str) -> None:
+def model(y: jax.Array | None = None, *, n: int, batch_size: int, family: str) -> None:
     weights = numpyro.sample("weights", dist.Dirichlet(2 * jnp.ones(COMPONENTS)))
     places = dist.Normal(0, 3).expand([COMPONENTS]).to_event(1)
     ordered = dist.transforms.OrderedTransform()
@@ -79,14 +79,14 @@ def main() -> None:
         y = load(datasets.flights(args.data), args.family)
     if args.out == "mixture":
         args.out = f"mixture_{args.family}"
-    this = partial(model, family=args.family)
-    mcmc = sample(this, args, jnp.asarray(y), len(y))
+    this = partial(model, n=len(y), batch_size=args.batch_size, family=args.family)
+    mcmc = sample(this, args, jnp.asarray(y))
     names = ["weights", "rate" if args.family == "poisson" else "place"]
     trace_and_rank(mcmc, args.out, var_names=names)
     some = y[:: max(1, len(y) // 20_000)]
     check_distribution(
         some,
-        replicate(this, mcmc, None, len(some), None, site="y"),
+        replicate(partial(this, n=len(some)), mcmc, site="y"),
         "log of minutes in the air" if args.family == "gaussian" else "flights an hour",
         f"Observed and replicated ({describe_temperature(mcmc)})",
         f"{args.out}_predictive.png",

@@ -48,7 +48,7 @@ def sample(model: Callable, args: argparse.Namespace, *data: object) -> MCMC:
         jit_model_args=True,
     )
     fields = "accept_prob", "noise_variance", "temperature"
-    mcmc.run(random.key(1), *data, args.batch_size, extra_fields=fields)
+    mcmc.run(random.key(1), *data, extra_fields=fields)
     mcmc.print_summary()
     print(batch_report(mcmc))
     return mcmc

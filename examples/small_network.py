@@ -13,6 +13,8 @@ had T times fewer rows.
 
 from __future__ import annotations
 
+from functools import partial
+
 import datasets
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,7 @@ from show import (
 HIDDEN = 12
 
 
-def model(x: jax.Array, y: jax.Array | None, batch_size: int) -> None:
+def model(x: jax.Array, y: jax.Array | None = None, *, batch_size: int) -> None:
     first = dist.Normal(0, 1).expand([x.shape[1], HIDDEN]).to_event(2)
     w_in = numpyro.sample("w_in", first)
     w_out = numpyro.sample("w_out", dist.Normal(0, 1).expand([HIDDEN]).to_event(1))
@@ -50,12 +52,13 @@ def main() -> None:
         args.batch_size = 100
     else:
         x, y = map(jnp.asarray, datasets.covtype(args.data))
-    mcmc = sample(model, args, x, y)
+    this = partial(model, batch_size=args.batch_size)
+    mcmc = sample(this, args, x, y)
     trace_and_rank(mcmc, args.out, var_names=["bias", "w_out"])
     some = slice(None, None, max(1, len(y) // 20_000))
     check_calibration(
         np.asarray(y[some]),
-        replicate(model, mcmc, x[some], None, None, site="pine"),
+        replicate(this, mcmc, x[some], site="pine"),
         f"Calibration ({describe_temperature(mcmc)})",
         f"{args.out}_predictive.png",
     )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax, random
+from jax.core import Tracer
 import jax.numpy as jnp
 import numpy as np
 from numpyro.handlers import seed, substitute, trace
@@ -46,6 +47,13 @@ class _on_rows(Messenger):
             name, (size, subsample_size) = msg["name"], msg["args"]
             if subsample_size is None:
                 return
+            if isinstance(size, Tracer) or isinstance(subsample_size, Tracer):
+                raise TypeError(
+                    f"plate '{name}' must have a fixed size and subsample_size, but "
+                    "`jit_model_args=True` makes arrays of all numbers among the "
+                    "model's arguments. Bind them before: `functools.partial(model, "
+                    "batch_size=1000)`."
+                )
             if not 0 < subsample_size <= size:
                 raise ValueError(
                     f"plate '{name}' has subsample_size={subsample_size}, which must "

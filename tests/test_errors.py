@@ -345,3 +345,15 @@ def test_batch_of_all_rows_is_plain_metropolis_hastings():
         lambda w: potential_energy(full_data(regression), (X, Y), {}, {"w": w})
     )(fields["z.w"][:20])
     np.testing.assert_allclose(fields["potential_energy"][:20], expected, rtol=1e-4)
+
+
+def test_sizes_among_traced_arguments():
+    mcmc = MCMC(
+        MHBT(regression),
+        num_warmup=5,
+        num_samples=5,
+        jit_model_args=True,
+        progress_bar=False,
+    )
+    with pytest.raises(TypeError, match="plate 'N' must have a fixed size.*partial"):
+        mcmc.run(random.key(0), X, Y, BATCH)
