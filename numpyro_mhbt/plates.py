@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax, random
-from jax.core import Tracer
 import jax.numpy as jnp
 import numpy as np
 from numpyro.handlers import seed, substitute, trace
@@ -47,13 +46,6 @@ class _on_rows(Messenger):
             name, (size, subsample_size) = msg["name"], msg["args"]
             if subsample_size is None:
                 return
-            if isinstance(size, Tracer) or isinstance(subsample_size, Tracer):
-                raise TypeError(
-                    f"plate '{name}' must have a fixed size and subsample_size, but "
-                    "`jit_model_args=True` makes arrays of all numbers among the "
-                    "model's arguments. Bind them before: `functools.partial(model, "
-                    "batch_size=1000)`."
-                )
             if not 0 < subsample_size <= size:
                 raise ValueError(
                     f"plate '{name}' has subsample_size={subsample_size}, which must "
@@ -128,7 +120,18 @@ def structure(model: Callable, args: tuple, kwargs: dict) -> dict[str, dict[str,
         started = substitute(seeded, substitute_fn=init_to_sample)
         sites.update(trace(started).get_trace(*args, **kwargs))
 
-    jax.eval_shape(record)
+    try:
+        jax.eval_shape(record)
+    except jax.errors.ConcretizationTypeError as error:
+        leaves = jax.tree.leaves((args, kwargs))
+        if any(isinstance(x, jax.core.Tracer) and jnp.ndim(x) == 0 for x in leaves):
+            raise TypeError(
+                "`jit_model_args=True` makes arrays of all numbers among the model's "
+                "arguments, but the model needs one as a number, perhaps for the size "
+                "of a plate. Bind it before: `functools.partial(model, "
+                "batch_size=1000)`."
+            ) from error
+        raise
     return sites
 
 

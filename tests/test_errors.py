@@ -355,5 +355,5 @@ def test_sizes_among_traced_arguments():
         jit_model_args=True,
         progress_bar=False,
     )
-    with pytest.raises(TypeError, match="plate 'N' must have a fixed size.*partial"):
+    with pytest.raises(TypeError, match=r"jit_model_args.*Bind it before"):
         mcmc.run(random.key(0), X, Y, BATCH)
