@@ -63,9 +63,7 @@ def main() -> None:
         x, y = map(jnp.asarray, load(datasets.flights(args.data)))
     this = partial(model, batch_size=args.batch_size)
     mcmc = sample(this, args, x, y)
-    for name, w in zip(COLUMNS, mcmc.get_samples()["w"].T, strict=True):
-        print(f"{name:>12}: {w.mean():8.4f} ± {w.std():.4f}")
-    trace_and_rank(mcmc, args.out)
+    trace_and_rank(mcmc, args.out, columns=COLUMNS)
     some = slice(None, None, max(1, len(y) // 20_000))
     check_distribution(
         np.asarray(y[some]),

@@ -28,6 +28,20 @@ from show import (
     trace_and_rank,
 )
 
+COLUMNS = (
+    "intercept",
+    "elevation",
+    "aspect",
+    "slope",
+    "to water",
+    "above water",
+    "to road",
+    "shade at 9",
+    "shade at noon",
+    "shade at 3",
+    "to fire points",
+)
+
 
 def model(x: jax.Array, y: jax.Array | None = None, *, batch_size: int) -> None:
     w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
@@ -53,7 +67,7 @@ def main() -> None:
         x, y = map(jnp.asarray, datasets.covtype(args.data))
     this = partial(model, batch_size=args.batch_size)
     mcmc = sample(this, args, x, y)
-    trace_and_rank(mcmc, args.out)
+    trace_and_rank(mcmc, args.out, columns=COLUMNS)
     some = slice(None, None, max(1, len(y) // 20_000))
     check_calibration(
         np.asarray(y[some]),

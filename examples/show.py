@@ -54,17 +54,26 @@ def sample(model: Callable, args: argparse.Namespace, *data: object) -> MCMC:
     return mcmc
 
 
-def trace_and_rank(mcmc: MCMC, out: str, var_names: list[str] | None = None) -> None:
-    """ArviZ's pictures of the chains."""
+def trace_and_rank(
+    mcmc: MCMC,
+    out: str,
+    *,
+    columns: tuple[str, ...] = (),
+    var_names: list[str] | None = None,
+) -> None:
+    """ArviZ's pictures of the chains; ``columns`` are the names of what w weighs."""
+    named = {}
+    if columns:
+        named = {"coords": {"column": list(columns)}, "dims": {"w": ["column"]}}
     # log_likelihood would be a number for each of all rows and each draw.
-    data = az.from_numpyro(mcmc, log_likelihood=False)
+    data = az.from_numpyro(mcmc, log_likelihood=False, **named)
     trace = getattr(az, "plot_trace_dist", None) or az.plot_trace  # ArviZ 1.x, 0.x
     for name, plot in ("trace", trace), ("rank", az.plot_rank):
         plot(data, var_names=var_names)
         figure = plt.gcf()
         if not figure.get_layout_engine():
             figure.tight_layout()
-        figure.savefig(f"{out}_{name}.png", dpi=80)
+        figure.savefig(f"{out}_{name}.png", dpi=60)
         plt.close("all")
         print(f"saved {out}_{name}.png")
 

@@ -15,8 +15,10 @@ import math
 from typing import Literal, NamedTuple, Protocol
 
 import jax
-from jax import random
+from jax import lax, random
 import jax.numpy as jnp
+
+from numpyro_mhbt.vectors import normal
 
 Schedule = Callable[[jax.Array], jax.Array]
 """From the number of draws so far, warm-up included, to a value."""
@@ -115,7 +117,7 @@ class RandomWalk:
         _check(self, "step_size", positive, "positive")
 
     def draw(self, rng_key: jax.Array, grad: jax.Array, knobs: Knobs) -> Move:
-        z = random.normal(rng_key, grad.shape, grad.dtype)
+        z = normal(rng_key, grad)
         return Move(knobs.step_size * z, z, z, jnp.array(True))
 
     def log_ratio(
@@ -243,15 +245,21 @@ class RSGLD:
     def draw(self, rng_key: jax.Array, grad: jax.Array, knobs: Knobs) -> Move:
         key_coin, key_noise = random.split(rng_key)
         forward = random.bernoulli(key_coin, self.forward_prob)
-        z = random.normal(key_noise, grad.shape, grad.dtype)
+        z = normal(key_noise, grad)
         scale, gain = self._scales(knobs)
-        drift, wide = gain * grad, knobs.beta * z
+
         # One of the two residuals is the noise itself, so it is never recovered as a
         # difference of large numbers.
-        near = jnp.where(forward, z, wide - 2 * drift)
-        far = jnp.where(forward, z + 2 * drift, wide)
-        move = jnp.where(forward, drift + z, wide - drift)
-        return Move(scale * move, near, far, forward)
+        def go_forward(z: jax.Array, drift: jax.Array) -> tuple[jax.Array, ...]:
+            return scale * (drift + z), z, z + 2 * drift
+
+        def go_backward(z: jax.Array, drift: jax.Array) -> tuple[jax.Array, ...]:
+            wide = knobs.beta * z
+            return scale * (wide - drift), wide - 2 * drift, wide
+
+        # A branch also keeps XLA from making the noise anew for each of the three.
+        move, near, far = lax.cond(forward, go_forward, go_backward, z, gain * grad)
+        return Move(move, near, far, forward)
 
     def log_ratio(
         self, move: Move, grad: jax.Array, new_grad: jax.Array, knobs: Knobs

@@ -13,6 +13,7 @@ from numpyro_mhbt.adaptation import WarmupState
 from numpyro_mhbt.control import Reference
 from numpyro_mhbt.plates import Batch, Plate
 from numpyro_mhbt.step import Point
+from numpyro_mhbt.vectors import flatten
 
 
 class Noise(NamedTuple):
@@ -106,16 +107,15 @@ class MHBTState(NamedTuple):
 
 def to_point(state: MHBTState) -> tuple[Point, Callable]:
     """The state as the step sees it, and the way back from flat to named values."""
-    flat, unravel = ravel_pytree(state.z)
     point = Point(
-        flat,
+        flatten(state.z),
         state.batch,
         state.log_density,
         state.z_grad,
         state.potential_energy,
         state.noise_variance,
     )
-    return point, unravel
+    return point, ravel_pytree(state.z)[1]
 
 
 def from_point(point: Point, unravel: Callable) -> dict[str, Any]:

@@ -87,26 +87,22 @@ def step(
     log_ratio = jnp.where(diverging, -jnp.inf, log_ratio)
     accepted = jnp.log(random.uniform(key_accept, dtype=log_ratio.dtype)) < log_ratio
 
-    def paired() -> tuple[jax.Array, jax.Array]:
-        fresh = evaluate(point.z, batch)
-        paired_ratio = log_ratio + point.value - fresh.value
-        return fresh.noise_variance, accept_prob(paired_ratio)
-
-    def alone() -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros_like(new.noise_variance), jnp.zeros_like(new.value)
-
-    kept = point
-    if refresh:
-        kept = lax.cond(accepted, lambda: point, lambda: evaluate(point.z, batch))
-    point = jax.tree.map(lambda x, y: jnp.where(accepted, x, y), new, kept)
+    fresh = lax.cond(
+        pair | ~accepted if refresh else pair,
+        lambda: evaluate(point.z, batch),
+        lambda: point,
+    )
     info = Info(
         accept_prob(log_ratio),
         accepted.astype(jnp.int32),
         diverging,
         move.forward.astype(jnp.int32),
-        *lax.cond(pair, paired, alone),
+        fresh.noise_variance,
+        accept_prob(log_ratio + point.value - fresh.value),
     )
-    return point, info
+    kept = fresh if refresh else point
+    # A branch, since XLA would decide anew for each element of a long vector.
+    return lax.cond(accepted, lambda: new, lambda: kept), info
 
 
 def accept_prob(log_ratio: jax.Array) -> jax.Array:
