@@ -32,7 +32,7 @@ def row(name: str) -> str:
         warnings.simplefilter("always")
         mcmc.run(random.key(0), *problem.args)
         report = batch_report(mcmc)
-    said = {str(w.message) for w in caught if "MHBT" in str(w.message)}
+    said = {str(w.message).split(". ")[0] for w in caught if "MHBT" in str(w.message)}
     return (
         f"| {name} | {report.temperature:.4g} | {report.noise_variance:.2g} | "
         f"{report.accept_prob:.2f} of {report.accept_ceiling:.2f} | "
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     lines = [
-        "| model | T | v | acceptance | ESS per 1000 gradients | R-hat | warnings |",
+        "| model | T | v | acceptance | ESS per 1000 gradients | R-hat | warning |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     print("\n".join(lines))

@@ -10,7 +10,6 @@ import warnings
 
 import jax
 from jax import lax
-from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
@@ -21,11 +20,13 @@ from numpyro_mhbt.adaptation import acceptance_ceiling
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.state import MHBTState, Setup, Shared
 from numpyro_mhbt.target import Data, fingerprint, shows_noise
+from numpyro_mhbt.vectors import flatten
 
 _STUCK = 0.005
 _LOUD = 8.0  # times the target
 _LEFTOVER = 0.5
 _FAR = 25.0
+_HOT = 10.0
 _R_HAT = 1.01
 _LARGE = 2**28
 _LOOK_AT = (1000, 10_000, 100_000)
@@ -278,12 +279,19 @@ def _after_the_run(
                 "Draw more, allow more warm-up, or try `dense_mass=True`, which helps "
                 "where parameters are correlated."
             )
+        temperature = float(np.max(state.temperature))
+        if settings.temper_prior and temperature > _HOT:
+            text += (
+                f" At T = {temperature:.4g} the prior, too, is raised to 1/T and "
+                "hardly holds what rows do not tell apart: `temper_prior=False` keeps "
+                "it."
+            )
         found.append(text)
     reference = state.shared.reference
     if reference is not None and reference.grad is not None:
         many = np.ndim(state.i) == 1
-        flatten = jax.vmap(_flatten) if many else _flatten
-        away = np.asarray(flatten(state.z) - reference.z)
+        flat = jax.vmap(flatten)(state.z) if many else flatten(state.z)
+        away = np.asarray(flat - reference.z)
         whiten = np.asarray(state.adapt_state.mass_matrix_sqrt_inv)
         c_n = state.shared.num_rows / np.asarray(state.temperature)
         if whiten.ndim - many == 2:
@@ -298,10 +306,6 @@ def _after_the_run(
                 f"`Taylor({_order(settings)}, ref_params=...)`."
             )
     return found
-
-
-def _flatten(z: dict[str, jax.Array]) -> jax.Array:
-    return ravel_pytree(z)[0]
 
 
 def warn_of_setup(settings: Settings, setup: Setup, hidden: Collection[str]) -> None:

@@ -383,7 +383,7 @@ class TestBatchReport:
 
     def test_unmixed(self):
         kernel = MHBT(gaussian, RandomWalk(1e-4), c_n=20, adapt_step_size=False)
-        with pytest.warns(UserWarning, match="have not mixed: R-hat"):
+        with pytest.warns(UserWarning, match=r"have not mixed: R-hat.*temper_prior"):
             batch_report(self.run(kernel))
 
     @slow
