@@ -3,6 +3,7 @@
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.diagnostics import BatchReport, batch_report
 from numpyro_mhbt.kernel import MHBT
+from numpyro_mhbt.likelihood import log_likelihood
 from numpyro_mhbt.plates import full_data
 from numpyro_mhbt.proposals import RSGLD, SGLD, BetaSchedule, RandomWalk
 from numpyro_mhbt.state import MHBTState
@@ -18,5 +19,6 @@ __all__ = [
     "Taylor",
     "batch_report",
     "full_data",
+    "log_likelihood",
 ]
 __version__ = "0.1.0"

@@ -18,11 +18,18 @@ from numpyro import handlers
 from numpyro.contrib.module import random_flax_module, random_nnx_module
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
-from numpyro.infer import MCMC
-from numpyro.infer.util import constrain_fn, log_density, potential_energy
+from numpyro.infer import MCMC, init_to_median
+from numpyro.infer.util import (
+    constrain_fn,
+    log_density,
+    potential_energy,
+)
+from numpyro.infer.util import (
+    log_likelihood as numpyro_log_likelihood,
+)
 import pytest
 
-from numpyro_mhbt import MHBT, Taylor, full_data, passes
+from numpyro_mhbt import MHBT, Taylor, full_data, log_likelihood, passes
 from numpyro_mhbt.control import Reference
 from numpyro_mhbt.prepare import prepare
 from numpyro_mhbt.setup import read
@@ -345,6 +352,24 @@ def test_runs(model, args, kwargs):
         assert np.all(np.isfinite(value))
     assert np.all(mcmc.get_extra_fields()["temperature"] == 2.0)
     assert np.sum(mcmc.get_extra_fields()["accepted"]) > 0
+
+
+@every_model
+def test_log_likelihood_of_all_rows(model, args, kwargs):
+    """In chunks of two rows, the last one reaching back."""
+    whole_model = handlers.seed(full_data(model), 0)
+    start = handlers.substitute(whole_model, substitute_fn=init_to_median)
+    sites = handlers.trace(start).get_trace(*args, **kwargs).values()
+    latent = {
+        site["name"]: jnp.stack([site["value"], 0.9 * site["value"]])
+        for site in sites
+        if site["type"] == "sample" and not site["is_observed"]
+    }
+    found = log_likelihood(model, latent, *args, chunk_size=2, **kwargs)
+    expected = numpyro_log_likelihood(whole_model, latent, *args, **kwargs)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_number_of_rows():
