@@ -87,6 +87,7 @@ def main() -> None:
     check_distribution(
         some,
         replicate(partial(this, n=len(some)), mcmc, site="y"),
+        0.05 if args.family == "gaussian" else 1,
         "log of minutes in the air" if args.family == "gaussian" else "flights an hour",
         f"Observed and replicated ({describe_temperature(mcmc)})",
         f"{args.out}_predictive.png",

@@ -34,11 +34,21 @@ def parse(doc: str, name: str, *, order: int) -> argparse.ArgumentParser:
     return parser
 
 
-def sample(model: Callable, args: argparse.Namespace, *data: object) -> MCMC:
+def sample(
+    model: Callable,
+    args: argparse.Namespace,
+    *data: object,
+    temper_prior: bool = True,
+) -> MCMC:
     """Four chains; the temperature is chosen by the kernel."""
     if args.chain_method == "parallel":
         numpyro.set_host_device_count(4)
-    kernel = MHBT(model, control_variate=Taylor(order=args.order), steps_per_draw=5)
+    kernel = MHBT(
+        model,
+        control_variate=Taylor(order=args.order),
+        temper_prior=temper_prior,
+        steps_per_draw=5,
+    )
     mcmc = MCMC(
         kernel,
         num_warmup=50 if args.smoke else 2000,
@@ -87,14 +97,17 @@ def replicate(model: Callable, mcmc: MCMC, *data: object, site: str) -> np.ndarr
 
 
 def check_distribution(
-    observed: np.ndarray, replicated: np.ndarray, label: str, title: str, path: str
+    observed: np.ndarray,
+    replicated: np.ndarray,
+    width: float,
+    label: str,
+    title: str,
+    path: str,
 ) -> None:
     """The observed values beside those that the draws would have produced."""
     low, high = np.percentile(observed, [0.5, 99.5])
-    if np.issubdtype(observed.dtype, np.integer):
-        edges = np.arange(low, high + 2) - 0.5
-    else:
-        edges = np.linspace(low, high, 61)
+    # Whole numbers fall between the edges.
+    edges = np.arange(np.floor(low / width), high / width + 1) * width - width / 2
     center = (edges[1:] + edges[:-1]) / 2
 
     def density(values: np.ndarray) -> np.ndarray:
