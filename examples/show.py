@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import arviz as az
@@ -78,7 +79,8 @@ def trace_and_rank(
     # log_likelihood would be a number for each of all rows and each draw.
     data = az.from_numpyro(mcmc, log_likelihood=False, **named)
     trace = getattr(az, "plot_trace_dist", None) or az.plot_trace  # ArviZ 1.x, 0.x
-    for name, plot in ("trace", trace), ("rank", az.plot_rank):
+    one_by_one = partial(trace, compact=False)
+    for name, plot in ("trace", one_by_one), ("rank", az.plot_rank):
         plot(data, var_names=var_names)
         figure = plt.gcf()
         if not figure.get_layout_engine():
