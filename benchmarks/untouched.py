@@ -17,10 +17,10 @@ from numpyro.infer import MCMC
 from numpyro_mhbt import MHBT, batch_report
 
 
-def row(name: str) -> str:
+def row(name: str, temper_prior: bool) -> str:
     problem = SYNTHETIC[name]()
     mcmc = MCMC(
-        MHBT(problem.model),
+        MHBT(problem.model, temper_prior=temper_prior),
         num_warmup=2000,
         num_samples=10_000,
         num_chains=4,
@@ -44,6 +44,7 @@ def row(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
     parser.add_argument("--only", nargs="+", default=list(SYNTHETIC), choices=SYNTHETIC)
+    parser.add_argument("--keep-prior", action="store_true", help="do not temper it")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     lines = [
@@ -52,7 +53,7 @@ def main() -> None:
     ]
     print("\n".join(lines))
     for name in args.only:
-        lines.append(row(name))
+        lines.append(row(name, not args.keep_prior))
         print(lines[-1], flush=True)
     if args.output is not None:
         args.output.write_text("\n".join(lines) + "\n")

@@ -107,6 +107,7 @@ def plot(ratios: dict, scales: dict, n: int, path: str) -> None:
         xlabel="batch size m",
         ylabel=r"$c_n$ at noise variance 1",
         title="How cold one may go",
+        ylim=(2, 8000),
     )
     right.legend(fontsize=8)
     figure.tight_layout()
