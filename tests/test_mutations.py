@@ -27,7 +27,7 @@ MUTANTS = {
     ),
     "batch drawn anew on rejection": (
         "step.py",
-        "    kept = point\n",
+        "    kept = fresh if refresh else point\n",
         "    kept = evaluate(point.z, batch)\n",
         EVERY + "[walk-6.0]",
     ),
