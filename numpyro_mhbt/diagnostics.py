@@ -250,6 +250,13 @@ def _expansion_problems(
     variance, leftover = (float(np.ravel(x)[0]) for x in shared.noise)
     if variance <= _LOUD * settings.target_noise and leftover <= _LEFTOVER:
         return []
+    if variance == math.inf:
+        return [
+            f"The reference of Taylor(order={_order(settings)}) is not near a mode: "
+            "the log-density is not concave there, and the expansion is no good "
+            "further away. The draws are not those of the posterior. Give a mode as "
+            "`ref_params`, or use `Taylor(order=0)`."
+        ]
     return [
         f"What Taylor(order={_order(settings)}) misses is too large at T = "
         f"{temperature:.4g}: over all rows its noise variance is {variance:.3g} (about "

@@ -38,7 +38,7 @@ from numpyro_mhbt.temperature import (
     unit_points,
 )
 
-_PASSES = 4
+_PASSES = 8
 
 
 class Programs:
@@ -92,6 +92,9 @@ def prepare(settings: Settings, programs: Programs, data: Data) -> Setup:
             given = cold if fits else min(cold, given)
     if order and reference is not None and curve is not None:
         noise = _measure(settings, programs, data, seen.z, reference, curve, given)
+        if curve.newton_step(given)[1] == np.inf:
+            # There is nothing to expand around.
+            noise = Noise(*jnp.full(2, jnp.inf))
     shared = Shared(
         seen.params,
         reference if control else None,
@@ -196,9 +199,10 @@ def expand(
             return reference, programs.curvature(data, z, at, with_rows=True)
         curve = programs.curvature(data, z, at, with_rows=False).plus(total)
         step, decrement = curve.newton_step(temperature)
-        if best is None or decrement < best[2]:
+        if best is None or decrement <= best[2]:
             best = reference, curve, decrement
-        if control.ref_params is not None or not at.size / 4 < decrement < np.inf:
+        given = control.ref_params is not None
+        if given or decrement <= at.size / 4 or not step.any():
             break
         at = jnp.asarray(np.asarray(at) + step, at.dtype)
     assert best is not None

@@ -42,14 +42,20 @@ class Curvature(NamedTuple):
         return grad, hessian
 
     def newton_step(self, temperature: float) -> tuple[np.ndarray, float]:
-        """The way to the mode, and its squared length in standard deviations."""
+        """
+        The way to the mode, and its squared length in standard deviations.
+
+        Where the log-density is not concave the way is still up, at most 1 along each
+        axis, and its length infinite: there is no mode nearby to measure it by.
+        """
         grad, hessian = self.at(temperature)
-        try:
-            np.linalg.cholesky(-hessian)
-        except np.linalg.LinAlgError:
+        if not (np.isfinite(grad).all() and np.isfinite(hessian).all()):
             return np.zeros_like(grad), np.inf
-        step = np.linalg.solve(-hessian, grad)
-        return step, float(step @ grad)
+        values, vectors = np.linalg.eigh(-hessian)
+        along = vectors.T @ grad / np.maximum(np.abs(values), 1e-300)
+        if values[0] > 0:
+            return vectors @ along, float(along**2 @ values)
+        return vectors @ np.clip(along, -1, 1), np.inf
 
     def spread(self, temperature: float) -> np.ndarray:
         """S with covariance S S' of the Gaussian approximation."""

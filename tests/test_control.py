@@ -14,6 +14,8 @@ from scipy import stats
 from numpyro_mhbt import MHBT, SGLD, RandomWalk, Taylor, batch_report
 from numpyro_mhbt.passes import cumulants
 from numpyro_mhbt.plates import Plate, next_batch
+from numpyro_mhbt.prepare import expand
+from numpyro_mhbt.setup import read
 from numpyro_mhbt.temperature import coldest, temperature_grid
 
 N, M, D = 10_000, 1000, 10
@@ -329,6 +331,35 @@ def test_reference_without_derivatives():
     kernel = MHBT(model, control_variate=control, temperature=1.0)
     with pytest.raises(ValueError, match="no finite derivatives at the reference"):
         kernel.init(random.key(0), 0, None, (jnp.ones(5),), {})
+
+
+def two_wells(y):
+    """Modes at -1 and 1, and no concave log-density between them."""
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with numpyro.plate("N", len(y), subsample_size=5) as rows:
+        numpyro.factor("wells", -((mu**2 - 1) ** 2) * y[rows] ** 2)
+
+
+WELLS = (1 + 0.1 * random.normal(random.key(0), (50,)),)
+
+
+def test_reference_climbs_out_of_where_nothing_is_concave():
+    kernel = MHBT(two_wells, control_variate=Taylor(2), temperature=1.0)
+    data, _ = read(two_wells, WELLS, {})
+    at = jnp.array([0.05])
+    z = {"mu": at[0]}
+    reference, _ = expand(
+        kernel._settings, kernel._programs, data, z, at, Taylor(2), 1.0
+    )
+    assert float(reference.z[0]) == pytest.approx(1, abs=0.05)
+    assert float(reference.hessian[0, 0]) < 0
+
+
+def test_reference_that_is_no_mode_is_told():
+    control = Taylor(2, ref_params={"mu": jnp.array(0.1)})
+    kernel = MHBT(two_wells, control_variate=control, temperature=1.0)
+    with pytest.warns(UserWarning, match="is not near a mode"):
+        kernel.init(random.key(0), 0, None, WELLS, {})
 
 
 @pytest.mark.long_chains
