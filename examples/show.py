@@ -21,6 +21,12 @@ from numpyro.infer import MCMC, Predictive
 from numpyro_mhbt import MHBT, Taylor, batch_report, full_data
 
 
+def chain_method(name: str) -> str:
+    if name == "parallel":
+        numpyro.set_host_device_count(4)  # before JAX starts
+    return name
+
+
 def parse(doc: str, name: str, *, order: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc.strip().split("\n")[0])
     parser.add_argument("--data", type=Path, help=".npz; without it, fetched")
@@ -29,7 +35,7 @@ def parse(doc: str, name: str, *, order: int) -> argparse.ArgumentParser:
         "--order", type=int, default=order, choices=[0, 1, 2], help="of Taylor"
     )
     parser.add_argument("--num-samples", type=int, default=4000)
-    parser.add_argument("--chain-method", default="vectorized")
+    parser.add_argument("--chain-method", type=chain_method, default="vectorized")
     parser.add_argument("--smoke", action="store_true", help="seconds, made-up data")
     parser.add_argument("--out", default=name, help="how the pictures' names begin")
     return parser
@@ -42,8 +48,6 @@ def sample(
     temper_prior: bool = True,
 ) -> MCMC:
     """Four chains; the temperature is chosen by the kernel."""
-    if args.chain_method == "parallel":
-        numpyro.set_host_device_count(4)
     kernel = MHBT(
         model,
         control_variate=Taylor(order=args.order),
