@@ -30,6 +30,7 @@ from show import (
 )
 
 COLUMNS = "intercept", "departure", "air time", "distance", "hour", "JFK", "LGA"
+MINUTES = 44.6  # one standard deviation of the delay
 
 
 def model(x: jax.Array, y: jax.Array | None = None, *, batch_size: int) -> None:
@@ -38,9 +39,6 @@ def model(x: jax.Array, y: jax.Array | None = None, *, batch_size: int) -> None:
     with numpyro.plate("flights", len(x), subsample_size=batch_size):
         xb, yb = numpyro.subsample(x, event_dim=1), numpyro.subsample(y, event_dim=0)
         numpyro.sample("delay", dist.Normal(xb @ w, sigma), obs=yb)
-
-
-MINUTES = 44.6  # one standard deviation of the delay
 
 
 def load(table: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,8 @@ calibration bends), which no spread of its coefficients says.
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from functools import partial
 
 import datasets
@@ -58,16 +60,22 @@ def made_up(rows: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
 
 
-def main() -> None:
-    args = parse(__doc__, "logistic_regression", order=2).parse_args()
+def show_pines(
+    model: Callable,
+    args: argparse.Namespace,
+    *,
+    temper_prior: bool = True,
+    **names: object,
+) -> None:
+    """Sample a model of the pines; ``names`` say which sites ArviZ is to draw."""
     if args.smoke:
         x, y = made_up(500)
         args.batch_size = 100
     else:
         x, y = map(jnp.asarray, datasets.covtype(args.data))
     this = partial(model, batch_size=args.batch_size)
-    mcmc = sample(this, args, x, y)
-    trace_and_rank(mcmc, args.out, columns=COLUMNS)
+    mcmc = sample(this, args, x, y, temper_prior=temper_prior)
+    trace_and_rank(mcmc, args.out, **names)
     some = slice(None, None, max(1, len(y) // 20_000))
     check_calibration(
         np.asarray(y[some]),
@@ -75,6 +83,11 @@ def main() -> None:
         f"Calibration ({describe_temperature(mcmc)})",
         f"{args.out}_predictive.png",
     )
+
+
+def main() -> None:
+    args = parse(__doc__, "logistic_regression", order=2).parse_args()
+    show_pines(model, args, columns=COLUMNS)
 
 
 if __name__ == "__main__":

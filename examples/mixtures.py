@@ -73,8 +73,9 @@ def main() -> None:
     if args.smoke:
         rng = np.random.default_rng(0)
         which = rng.integers(0, 3, 500)
-        y = rng.poisson(np.exp(which)) if args.family == "poisson" else which
-        if args.family == "gaussian":
+        if args.family == "poisson":
+            y = rng.poisson(np.exp(which))
+        else:
             y = (which + 0.3 * rng.standard_normal(500)).astype(np.float32)
         args.batch_size = 100
     else:

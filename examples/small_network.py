@@ -14,23 +14,12 @@ little; what the network predicts says more.
 
 from __future__ import annotations
 
-from functools import partial
-
-import datasets
 import jax
 import jax.numpy as jnp
-from logistic_regression import made_up
-import numpy as np
+from logistic_regression import show_pines
 import numpyro
 import numpyro.distributions as dist
-from show import (
-    check_calibration,
-    describe_temperature,
-    parse,
-    replicate,
-    sample,
-    trace_and_rank,
-)
+from show import parse
 
 HIDDEN = 12
 
@@ -48,21 +37,7 @@ def model(x: jax.Array, y: jax.Array | None = None, *, batch_size: int) -> None:
 
 def main() -> None:
     args = parse(__doc__, "small_network", order=0).parse_args()
-    if args.smoke:
-        x, y = made_up(500)
-        args.batch_size = 100
-    else:
-        x, y = map(jnp.asarray, datasets.covtype(args.data))
-    this = partial(model, batch_size=args.batch_size)
-    mcmc = sample(this, args, x, y, temper_prior=False)
-    trace_and_rank(mcmc, args.out, var_names=["bias", "w_out"])
-    some = slice(None, None, max(1, len(y) // 20_000))
-    check_calibration(
-        np.asarray(y[some]),
-        replicate(this, mcmc, x[some], site="pine"),
-        f"Calibration ({describe_temperature(mcmc)})",
-        f"{args.out}_predictive.png",
-    )
+    show_pines(model, args, temper_prior=False, var_names=["bias", "w_out"])
 
 
 if __name__ == "__main__":

@@ -236,15 +236,16 @@ def trainers(
     return found
 
 
+@partial(jax.jit, static_argnums=0)
+def predict(net: nn.Module, weights: dict, x: jax.Array) -> jax.Array:
+    return jax.nn.softmax(net.apply({"params": weights}, x / 255.0))
+
+
 def probabilities(task: Task, weights: dict) -> np.ndarray:
     """Of each class, for each image of the test."""
-
-    @jax.jit
-    def some(x: jax.Array) -> jax.Array:
-        return jax.nn.softmax(task.net.apply({"params": weights}, x / 255.0))
-
     x = task.test[0]
-    return np.concatenate([some(x[i : i + 1000]) for i in range(0, len(x), 1000)])
+    parts = (x[i : i + 1000] for i in range(0, len(x), 1000))
+    return np.concatenate([predict(task.net, weights, part) for part in parts])
 
 
 def scores(p: np.ndarray, y: np.ndarray) -> Epoch:

@@ -13,12 +13,12 @@ from numpyro.handlers import seed
 from numpyro.infer.util import log_likelihood as on_rows
 from tqdm.auto import tqdm
 
+from numpyro_mhbt.passes import PATIENCE
 from numpyro_mhbt.plates import with_rows
 from numpyro_mhbt.setup import jit_data, read
 from numpyro_mhbt.target import Data
 
 _AT_ONCE = 2**24
-_PATIENCE = 2.0  # seconds before a bar is shown
 
 
 def log_likelihood(
@@ -84,7 +84,7 @@ def log_likelihood(
     starts = tqdm(
         range(0, n, size),
         desc="Log-likelihood",
-        delay=_PATIENCE,
+        delay=PATIENCE,
         leave=False,
         disable=not progress_bar,
     )
@@ -97,7 +97,8 @@ def log_likelihood(
                 continue
             axis = part.ndim + frames[plate.name].dim
             shape = (*part.shape[:axis], n, *part.shape[axis + 1 :])
-            whole = found.setdefault(name, np.empty(shape, part.dtype))
+            if name not in found:
+                found[name] = np.empty(shape, part.dtype)
             place = (slice(None),) * axis + (slice(first, first + size),)
-            whole[place] = part
+            found[name][place] = part
     return found

@@ -18,7 +18,7 @@ from numpyro_mhbt.target import Data, log_terms
 _CHUNK = 2**14
 _MIN_CHUNK = 64
 _MEMORY = 2**22
-_PATIENCE = 2.0  # seconds before a bar is shown
+PATIENCE = 2.0  # seconds before a bar is shown
 
 Group = tuple[Plate, ...]
 
@@ -43,7 +43,7 @@ def sum_over_rows(
     sizes = _chunk_sizes(group, max(min(_MEMORY // width, _CHUNK), _MIN_CHUNK))
     result = None
     starts = list(_starts(group, sizes))
-    for start in tqdm(starts, desc=what, delay=_PATIENCE, leave=False):
+    for start in tqdm(starts, desc=what, delay=PATIENCE, leave=False):
         part = program(data, z, jnp.array(start), *rest, group=group, sizes=sizes)
         part = jax.tree.map(lambda x: np.asarray(x, np.float64), part)
         result = part if result is None else jax.tree.map(np.add, result, part)

@@ -135,6 +135,12 @@ MUTANTS = {
         "noise",
         "tests/test_control.py::test_noise_is_near_its_target",
     ),
+    "reference goes down where nothing is concave": (
+        "temperature.py",
+        "np.maximum(np.abs(values), 1e-300)",
+        "values",
+        "tests/test_control.py::test_reference_climbs_out_of_where_nothing_is_concave",
+    ),
     "sums subtracted instead of terms": (
         "proposals.py",
         "jnp.sum(both * (2 * move.near + both))",
