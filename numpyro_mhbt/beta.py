@@ -37,7 +37,7 @@ def forward_acceptance(
             log_ratio = proposal.log_ratio(move, grad, new_grad, at)
             return accept_prob(new.value - point.value + log_ratio)
 
-        return lax.map(accept, betas)
+        return jax.vmap(accept)(betas)
 
     return jnp.mean(lax.map(probe, random.split(rng_key, num_probes)), axis=0)
 

@@ -186,12 +186,16 @@ def next_draw(
 
 def _walk(state: MHBTState, settings: Settings, data: Data, evaluate: Callable) -> Walk:
     c_n = data.num_rows / state.temperature
+    mass_sqrt_inv = state.adapt_state.mass_matrix_sqrt_inv
+    if not settings.adapt_mass_matrix:
+        # All ones, which cost a pass over long vectors each time.
+        mass_sqrt_inv = jnp.ones((), mass_sqrt_inv.dtype)
     return Walk(
         partial(next_batch, plates=data.plates, num_blocks=settings.num_blocks),
         evaluate,
         settings.proposal,
         Knobs(state.step_size, state.beta, c_n, data.num_rows),
-        state.adapt_state.mass_matrix_sqrt_inv,
+        mass_sqrt_inv,
     )
 
 

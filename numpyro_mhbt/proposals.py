@@ -34,13 +34,11 @@ class Knobs(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A proposed displacement, and the two residuals its density is made of."""
+    """A proposed displacement, and the noise in it."""
 
     displacement: jax.Array
-    near: jax.Array
-    """The move less the mean of a forward move, in units of s."""
-    far: jax.Array
-    """The move less the mean of a backward move, in units of s."""
+    noise: jax.Array
+    """Z of a forward move, beta Z of a backward one."""
     forward: jax.Array
 
 
@@ -118,7 +116,7 @@ class RandomWalk:
 
     def draw(self, rng_key: jax.Array, grad: jax.Array, knobs: Knobs) -> Move:
         z = normal(rng_key, grad)
-        return Move(knobs.step_size * z, z, z, jnp.array(True))
+        return Move(knobs.step_size * z, z, jnp.array(True))
 
     def log_ratio(
         self, move: Move, grad: jax.Array, new_grad: jax.Array, knobs: Knobs
@@ -248,18 +246,10 @@ class RSGLD:
         z = normal(key_noise, grad)
         scale, gain = self._scales(knobs)
 
-        # One of the two residuals is the noise itself, so it is never recovered as a
-        # difference of large numbers.
-        def go_forward(z: jax.Array, drift: jax.Array) -> tuple[jax.Array, ...]:
-            return scale * (drift + z), z, z + 2 * drift
-
-        def go_backward(z: jax.Array, drift: jax.Array) -> tuple[jax.Array, ...]:
-            wide = knobs.beta * z
-            return scale * (wide - drift), wide - 2 * drift, wide
-
-        # A branch also keeps XLA from making the noise anew for each of the three.
-        move, near, far = lax.cond(forward, go_forward, go_backward, z, gain * grad)
-        return Move(move, near, far, forward)
+        # A branch, lest XLA make the noise anew for each of its uses.
+        noise = lax.cond(forward, lambda z: z, lambda z: knobs.beta * z, z)
+        drift = jnp.where(forward, gain, -gain) * grad
+        return Move(scale * (drift + noise), noise, forward)
 
     def log_ratio(
         self, move: Move, grad: jax.Array, new_grad: jax.Array, knobs: Knobs
@@ -269,22 +259,33 @@ class RSGLD:
 
         With the two branches :math:`q = p F + (1 - p) B`, the ratio is
         :math:`w \, F' / F + (1 - w) \, B' / B`, where :math:`w` is the probability
-        that the move was forward given where it led. Each of the three
-        logarithms is a sum of small differences taken element by element: the
-        difference of two sums would be lost to rounding in high dimension.
+        that the move was forward given where it led. Each of the three logarithms is
+        made of inner products of the noise :math:`U`, the drift :math:`G` and
+        :math:`G + G'`. The move less the mean of the branch it did not take is
+        :math:`U \pm 2 G`, whose square is never taken: a difference of such squares
+        would be lost to rounding in high dimension.
         """
         _, gain = self._scales(knobs)
+        noise, drift = move.noise, gain * grad
         both = gain * (grad + new_grad)
-        log_forward = -0.5 * jnp.sum(both * (2 * move.near + both))
+        half = 0.5 * jnp.sum(both * both)
+        along = jnp.sum(both * noise)
         if self.forward_prob == 1:
-            return log_forward
+            return -along - half
+        shift = 2 * jnp.sum(both * drift)
+        near = jnp.where(move.forward, along, along - shift)
+        far = jnp.where(move.forward, along + shift, along)
+        log_forward = -near - half
         narrow = 1 / knobs.beta**2
-        log_backward = 0.5 * narrow * jnp.sum(both * (2 * move.far - both))
-        log_odds = -0.5 * jnp.sum(
-            narrow * move.far**2
-            - move.near**2
-            + (2 * jnp.log(knobs.beta) if self.hastings == "exact" else 0.0)
-        ) + math.log((1 - self.forward_prob) / self.forward_prob)
+        log_backward = narrow * (far - half)
+        # |far|^2 / beta^2 - |near|^2 of the move itself
+        slope, steep = jnp.sum(drift * noise), jnp.sum(drift * drift)
+        gap = (narrow - 1) * jnp.sum(noise * noise) + 4 * jnp.where(
+            move.forward, narrow * (slope + steep), slope - steep
+        )
+        if self.hastings == "exact":
+            gap += 2 * grad.size * jnp.log(knobs.beta)
+        log_odds = -0.5 * gap + math.log((1 - self.forward_prob) / self.forward_prob)
         return jnp.logaddexp(
             jax.nn.log_sigmoid(-log_odds) + log_forward,
             jax.nn.log_sigmoid(log_odds) + log_backward,

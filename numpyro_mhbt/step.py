@@ -53,7 +53,7 @@ class Walk(NamedTuple):
     proposal: Proposal
     knobs: Knobs
     mass_sqrt_inv: jax.Array
-    """W with inverse mass matrix W' W (diagonal: a vector)."""
+    """W with inverse mass matrix W' W (diagonal: a vector, or a number)."""
 
 
 def step(

@@ -33,8 +33,8 @@ MUTANTS = {
     ),
     "normalising constant dropped": (
         "proposals.py",
-        '(2 * jnp.log(knobs.beta) if self.hastings == "exact" else 0.0)',
-        "0.0",
+        "gap += 2 * grad.size * jnp.log(knobs.beta)",
+        "gap += 0.0",
         EVERY + "[beta3.0_coin0.5-6.0]",
     ),
     "batch with replacement": (
@@ -143,8 +143,8 @@ MUTANTS = {
     ),
     "sums subtracted instead of terms": (
         "proposals.py",
-        "jnp.sum(both * (2 * move.near + both))",
-        "(jnp.sum((move.near + both) ** 2) - jnp.sum(move.near**2))",
+        "along = jnp.sum(both * noise)",
+        "along = (jnp.sum((noise + both) ** 2) - jnp.sum(noise**2)) / 2 - half",
         "tests/test_proposals.py::test_single_precision_in_high_dimension[2.0-exact]",
     ),
     "rows overlap": (
