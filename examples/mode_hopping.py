@@ -28,6 +28,7 @@ from numpyro.infer import MCMC, init_to_value
 from numpyro_mhbt import MHBT, RandomWalk
 
 THETA_2 = (0.5, 2.0, 4.0)
+STEPS = 10  # from one draw to the next
 
 
 def visits(theta_2: np.ndarray, mode: float) -> int:
@@ -49,8 +50,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10**5)
     parser.add_argument("--batch-size", type=int, default=1000)
     parser.add_argument("--c-n", type=float, nargs="+", default=[20.0, 10.0])
-    parser.add_argument("--draws", type=int, default=100_000)
-    parser.add_argument("--draws-all-rows", type=int, default=20_000)
+    parser.add_argument("--draws", type=int, default=10_000)
+    parser.add_argument("--draws-all-rows", type=int, default=2000)
     parser.add_argument("--smoke", action="store_true", help="seconds, on less data")
     parser.add_argument("--out", default="mode_hopping.png")
     args = parser.parse_args()
@@ -66,10 +67,10 @@ def main() -> None:
         near = init_to_value(values={"theta_1": theta[0], "theta_2": theta[1]})
         chains = {}
         for c_n in args.c_n:
-            kernel = MHBT(model, RandomWalk(), c_n=c_n)
+            kernel = MHBT(model, RandomWalk(), c_n=c_n, steps_per_draw=STEPS)
             name = f"MHBT, c = {c_n:g}, T = {args.rows / c_n:g}"
             chains[name] = run(kernel, x, args.batch_size, args.draws)
-        kernel = MHBT(model, RandomWalk(0.1), init_strategy=near)
+        kernel = MHBT(model, RandomWalk(0.1), steps_per_draw=STEPS, init_strategy=near)
         chains["all rows, T = 1"] = run(kernel, x, None, args.draws_all_rows)
         for axis, (name, draws) in zip(column, chains.items(), strict=True):
             hops = visits(draws, true)
@@ -80,7 +81,8 @@ def main() -> None:
                 flush=True,
             )
             every = max(1, len(draws) // 5000)
-            axis.plot(np.arange(len(draws))[::every], draws[::every], lw=0.4)
+            steps = STEPS * np.arange(len(draws))
+            axis.plot(steps[::every], draws[::every], lw=0.4)
             for mode in (true, -true):
                 axis.axhline(mode, color="red", lw=1)
             axis.set_title(f"{name}: {hops} moves", fontsize=10)
