@@ -38,6 +38,7 @@ from tqdm.auto import tqdm
 
 from numpyro_mhbt import MHBT, RSGLD, BetaSchedule
 from numpyro_mhbt.plates import draw_rows
+from numpyro_mhbt.vectors import flatten, normal
 
 Epoch = dict[str, float]
 Trainer = Callable[..., Iterator[tuple[dict, Epoch]]]
@@ -195,8 +196,9 @@ def start_optax(
             updates, state = optimizer.update(grads, state, weights)
             weights = optax.apply_updates(weights, updates)
             if noise:
-                flat, unravel = ravel_pytree(weights)
-                weights = unravel(flat + noise * random.normal(key_noise, flat.shape))
+                unravel = ravel_pytree(weights)[1]
+                flat = flatten(weights)
+                weights = unravel(flat + noise * normal(key_noise, flat))
             return (weights, state, key), None
 
         (*state, key), _ = lax.scan(step, carry, None, length=n // m)
