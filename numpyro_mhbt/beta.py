@@ -44,14 +44,19 @@ def forward_acceptance(
 
 def first_beta(schedule: BetaSchedule, acceptance: Callable) -> jax.Array:
     """
-    The smallest β at which forward moves are accepted often enough, or most often.
+    A large β at which forward moves are accepted often enough, or most often.
+
+    Not the smallest: the first steps lead where a larger one is needed, and there no
+    move would be accepted. Ten times the smallest leaves room, and the schedule lowers
+    what is too large.
 
     :param acceptance: from values of β to acceptance rates of forward moves.
     """
     betas = jnp.asarray(_STARTS)
     rates = acceptance(betas)
     often = rates >= jnp.minimum(schedule.probe_accept, jnp.max(rates))
-    return betas[jnp.argmax(often)]
+    smallest = betas[jnp.argmax(often)]
+    return jnp.max(jnp.where(often & (betas < 10.1 * smallest), betas, 1.0))
 
 
 def next_beta(

@@ -182,8 +182,8 @@ class RSGLD:
         batch's mean gradient; or a schedule of it (a function of the number of draws
         so far), which is then not adapted.
     :param float beta: how much wider the noise of a backward step is, at least 1.
-        ``None``: 1; with a ``beta_schedule`` the smallest at which forward moves from
-        the starting point are accepted as often as that schedule asks.
+        ``None``: 1; with a ``beta_schedule`` up to ten times the smallest at which
+        forward moves from the starting point are accepted as often as it asks.
     :param float forward_prob: chance of a forward step. The paper's coin is fair, 0.5;
         ``benchmarks/proposal_defaults.py`` shows what a fair coin costs.
     :param str noise: ``"matched"``: :math:`s = \sqrt{\epsilon (2 - \epsilon) / c_n}`

@@ -57,7 +57,10 @@ def test_beta_stays_at_least_one():
 
 
 def test_first_beta():
-    assert float(first_beta(BetaSchedule(), above(90.0))) == pytest.approx(100)
+    assert float(first_beta(BetaSchedule(), above(90.0))) == pytest.approx(1000)
+    # A wide one may be as bad as a narrow one.
+    some = first_beta(BetaSchedule(), lambda b: above(90.0)(b) - above(600.0)(b))
+    assert float(some) == pytest.approx(501, abs=1)
     # Never often enough: where it is most often.
     rising = first_beta(BetaSchedule(), lambda betas: 0.1 * jnp.tanh(betas / 1e5))
     assert float(rising) == pytest.approx(1e4)
