@@ -63,9 +63,8 @@ def made_up(rows: int) -> tuple[jax.Array, jax.Array]:
 def show_pines(
     model: Callable,
     args: argparse.Namespace,
-    *,
-    temper_prior: bool = True,
-    **names: object,
+    names: dict[str, object],
+    **settings: object,
 ) -> None:
     """Sample a model of the pines; ``names`` say which sites ArviZ is to draw."""
     if args.smoke:
@@ -74,7 +73,7 @@ def show_pines(
     else:
         x, y = map(jnp.asarray, datasets.covtype(args.data))
     this = partial(model, batch_size=args.batch_size)
-    mcmc = sample(this, args, x, y, temper_prior=temper_prior)
+    mcmc = sample(this, args, x, y, **settings)
     trace_and_rank(mcmc, args.out, **names)
     some = slice(None, None, max(1, len(y) // 20_000))
     check_calibration(
@@ -87,7 +86,7 @@ def show_pines(
 
 def main() -> None:
     args = parse(__doc__, "logistic_regression", order=2).parse_args()
-    show_pines(model, args, columns=COLUMNS)
+    show_pines(model, args, {"columns": COLUMNS})
 
 
 if __name__ == "__main__":

@@ -45,15 +45,11 @@ def sample(
     model: Callable,
     args: argparse.Namespace,
     *data: object,
-    temper_prior: bool = True,
+    **settings: object,
 ) -> MCMC:
-    """Four chains; the temperature is chosen by the kernel."""
-    kernel = MHBT(
-        model,
-        control_variate=Taylor(order=args.order),
-        temper_prior=temper_prior,
-        steps_per_draw=5,
-    )
+    """Four chains; ``settings`` are those of the kernel."""
+    control = Taylor(order=args.order)
+    kernel = MHBT(model, control_variate=control, steps_per_draw=5, **settings)
     mcmc = MCMC(
         kernel,
         num_warmup=50 if args.smoke else 2000,
