@@ -29,6 +29,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import ScalarFormatter
 import numpy as np
 import numpyro
 from numpyro.contrib.module import random_flax_module
@@ -40,6 +41,7 @@ from numpyro_mhbt import MHBT, RSGLD, BetaSchedule
 from numpyro_mhbt.plates import draw_rows
 from numpyro_mhbt.vectors import flatten, normal
 
+COLORS = {"RSGLD": "C0", "SGD": "C1", "SGLD": "C2", "RMSprop": "C3", "Adam": "C4"}
 Epoch = dict[str, float]
 Trainer = Callable[..., Iterator[tuple[dict, Epoch]]]
 
@@ -264,18 +266,18 @@ def scores(p: np.ndarray, y: np.ndarray) -> Epoch:
 
 
 def table(results: list[dict]) -> str:
-    """Median, standard deviation and lowest error for each method and rate."""
-    lines = [
-        "| method | rate | rounds | median error, % | sd | lowest |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    """For each rate and method: median error (standard deviation) / lowest, in %."""
+    cells = {}
     for method, rate, runs in by_setting(results):
         last = np.array([r["error"][-1] for r in runs])
         lowest = min(min(r["error"]) for r in runs)
-        lines.append(
-            f"| {method} | {rate:g} | {len(runs)} | {np.median(last):.2f} | "
-            f"{last.std():.2f} | {lowest:.2f} |"
-        )
+        text = f"{np.median(last):.2f} ({last.std():.2f}) / {lowest:.2f}"
+        cells[rate, method] = text if len(runs) > 1 else f"{last[0]:.2f} / {lowest:.2f}"
+    methods = [m for m in COLORS if any(name == m for _, name in cells)]
+    lines = [f"| rate | {' | '.join(methods)} |", "| --- " * (len(methods) + 1) + "|"]
+    for rate in sorted({rate for rate, _ in cells}):
+        row = (cells.get((rate, method), "") for method in methods)
+        lines.append(f"| {rate:g} | {' | '.join(row)} |")
     return "\n".join(lines)
 
 
@@ -308,7 +310,8 @@ def ensemble_table(results: list[dict]) -> str:
 
         if method not in best or error(runs) < error(best[method][1]):
             best[method] = rate, runs
-    for method, (rate, runs) in best.items():
+    for method in filter(best.get, COLORS):
+        rate, runs = best[method]
         for kind, label in ("best", "best network"), ("average", "average"):
             cells = [f"{np.median([r[kind][k] for r in runs]):.3g}" for k in names]
             lines.append(f"| {method} | {rate:g} | {label} | {' | '.join(cells)} |")
@@ -318,17 +321,16 @@ def ensemble_table(results: list[dict]) -> str:
 def plot(results: list[dict], path: str) -> None:
     figure, axes = plt.subplots(2, 2, figsize=(12, 8.5))
     (a, b), (c, d) = axes
-    colors = {"RSGLD": "C0", "SGD": "C1", "SGLD": "C2", "RMSprop": "C3", "Adam": "C4"}
     settings = list(by_setting(results))
     for method in ("RSGLD", "SGD", "SGLD"):
         mine = sorted((rate, runs) for name, rate, runs in settings if name == method)
         rates = [rate for rate, _ in mine]
         lowest = [min(min(r["error"]) for r in runs) for _, runs in mine]
         style = {"RSGLD": "o-", "SGD": "s--", "SGLD": "^:"}[method]
-        a.loglog(rates, lowest, style, color=colors[method], label=method)
-    a.set(xlabel="learning rate", ylabel="lowest test error, %", title="(a)")
+        a.loglog(rates, lowest, style, color=COLORS[method], label=method)
+    a.set(xlabel="learning rate", ylabel="lowest test error, %", title="(a) by rate")
     a.legend()
-    for method, color in colors.items():
+    for method, color in COLORS.items():
         runs = [r for r in results if r["method"] == method]
         if runs:
             best = min(runs, key=lambda r: min(r["error"]))
@@ -350,8 +352,11 @@ def plot(results: list[dict], path: str) -> None:
     d.plot([], [], "k:", label="backward")
     d.set(xlabel="epoch", ylabel="mean acceptance", title="(d) acceptance of RSGLD")
     d.legend(fontsize=8)
+    for axis in a, b:
+        for ticks in axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter:
+            ticks(ScalarFormatter())
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=90)
 
 
 def arguments(doc: str, name: str, rates: tuple[float, ...]) -> argparse.ArgumentParser:
