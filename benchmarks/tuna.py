@@ -2,11 +2,10 @@ r"""
 TunaMH, the exact mini-batch sampler of Zhang, Cooper and De Sa (2020), written small.
 
 With potentials :math:`U_i` of the rows and a bound
-:math:`|U_i(\theta') - U_i(\theta)| \le c_i M` for :math:`M = |\theta' - \theta|`, a step
-draws a Poisson number of rows, more of them the longer the step, thins them, and
-accepts a random-walk move from what is left such that the posterior itself is invariant.
-``chi`` trades rows for acceptance. The bounds of a model have to be known, which is why
-this is no general sampler:
+:math:`|U_i(\theta') - U_i(\theta)| \le c_i M` for :math:`M = |\theta' - \theta|`, a
+step draws a Poisson number of rows, more of them the longer the step, thins them, and
+accepts a random-walk move by what is left, such that the posterior itself is invariant.
+``chi`` trades rows for acceptance. The bounds of a model have to be known:
 
 - logistic regression: :math:`c_i = |x_i|`;
 - Student-t errors: :math:`c_i = |x_i| (\nu + 1) / (2 \sqrt\nu)`.
@@ -121,9 +120,10 @@ def main() -> None:
         by_chain = np.asarray(w)[:, 1000:].mean(1)
         error = by_chain.std(ddof=1) / 4
         print(
-            f"chi = {chi}: mean {by_chain.mean():.3f} ± {error:.3f} (exact {mean:.3f}), "
-            f"sd {np.asarray(w)[:, 1000:].std():.3f} (exact {sd:.3f}), "
-            f"acceptance {float(moved.mean()):.2f}, {float(count.mean()):.0f} rows a step"
+            f"chi = {chi}: mean {by_chain.mean():.3f} ± {error:.3f} "
+            f"(exact {mean:.3f}), sd {np.asarray(w)[:, 1000:].std():.3f} "
+            f"(exact {sd:.3f}), acceptance {float(moved.mean()):.2f}, "
+            f"{float(count.mean()):.0f} rows a step"
         )
 
 

@@ -3,7 +3,7 @@ MNIST with one hidden layer of 600 units: MHBT as a trainer, beside SGD and SGLD
 
 Table 1 and Figure 3 of the paper, and what an average over epochs predicts. How MHBT
 runs is said in ``training.py``. The paper's size is ``--epochs 500 --rounds 30``; its
-script has ``--loss binary --bias-scale 1``.
+script has ``--loss binary --bias-scale 1``, or perhaps ``--loss clipped``.
 
     python examples/mnist.py --data mnist.npz
 """

@@ -42,6 +42,7 @@ from numpyro_mhbt.plates import draw_rows
 from numpyro_mhbt.vectors import flatten, normal
 
 COLORS = {"RSGLD": "C0", "SGD": "C1", "SGLD": "C2", "RMSprop": "C3", "Adam": "C4"}
+LOSSES = "softmax", "binary", "clipped"
 Epoch = dict[str, float]
 Trainer = Callable[..., Iterator[tuple[dict, Epoch]]]
 
@@ -64,11 +65,20 @@ class Task:
 
 
 def log_likelihood(logits: jax.Array, y: jax.Array, loss: str) -> jax.Array:
-    """Of each row: of a softmax, or the script's ten binary outputs."""
+    """
+    Of each row: of a softmax, or the script's ten binary outputs.
+
+    ``"clipped"`` is the latter with probabilities held between 1e-10 and 1 - 1e-7, as
+    was usual in TensorFlow: beyond, the gradient is zero, and a network that is sure
+    and wrong learns no more.
+    """
     log_p = jax.nn.log_softmax(logits)
     right = jax.nn.one_hot(y, 10)
     if loss == "softmax":
         return jnp.sum(right * log_p, -1)
+    if loss == "clipped":
+        p = jnp.clip(jnp.exp(log_p), 1e-10, 1 - 1e-7)
+        return jnp.sum(right * jnp.log(p) + (1 - right) * jnp.log1p(-p), -1)
     log_rest = jnp.log1p(-jnp.exp(jnp.minimum(log_p, -1e-6)))
     return jnp.sum(right * log_p + (1 - right) * log_rest, -1)
 
@@ -368,7 +378,7 @@ def arguments(doc: str, name: str, rates: tuple[float, ...]) -> argparse.Argumen
     parser.add_argument("--methods", nargs="+", help="RSGLD, SGD, SGLD, RMSprop, Adam")
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--c-n", type=float, default=100.0)
-    parser.add_argument("--loss", choices=["softmax", "binary"], default="softmax")
+    parser.add_argument("--loss", choices=LOSSES, default="softmax")
     parser.add_argument("--results", type=Path, default=Path(f"{name}.jsonl"))
     parser.add_argument("--resume", action="store_true", help="keep what is there")
     parser.add_argument("--smoke", action="store_true", help="seconds, made-up data")
