@@ -122,8 +122,8 @@ def plot(rates: np.ndarray, results: dict[int, dict], path: str) -> None:
             title=f"({letter}) d = {d}",
             ylim=(-0.02, 1.02),
         )
-    others[0].legend(fontsize=8)
-    figure.tight_layout()
+    figure.legend(*others[0].get_legend_handles_labels(), loc="lower center", ncol=3)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(path, dpi=110)
 
 
