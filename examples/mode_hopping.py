@@ -85,6 +85,8 @@ def main() -> None:
             axis.plot(steps[::every], draws[::every], lw=0.4)
             for mode in (true, -true):
                 axis.axhline(mode, color="red", lw=1)
+            # At c = 10 draws wander off at times, where one component fits all rows.
+            axis.set(ylim=(-true - 4, true + 4))
             axis.set_title(f"{name}: {hops} moves", fontsize=10)
         column[0].annotate(
             rf"modes at $\theta_2 = \pm {true:g}$",
