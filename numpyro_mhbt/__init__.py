@@ -7,6 +7,7 @@ from numpyro_mhbt.likelihood import log_likelihood
 from numpyro_mhbt.plates import full_data
 from numpyro_mhbt.proposals import RSGLD, SGLD, BetaSchedule, RandomWalk
 from numpyro_mhbt.state import MHBTState
+from numpyro_mhbt.untemper import Untempered, untemper
 
 __all__ = [
     "MHBT",
@@ -17,8 +18,10 @@ __all__ = [
     "MHBTState",
     "RandomWalk",
     "Taylor",
+    "Untempered",
     "batch_report",
     "full_data",
     "log_likelihood",
+    "untemper",
 ]
 __version__ = "0.1.0"

@@ -133,6 +133,28 @@ def moments(
     return jax.lax.map(powers, points)
 
 
+def gains(
+    data: Data,
+    start: jax.Array,
+    points: jax.Array,
+    *,
+    model: Callable,
+    unravel: Callable,
+    group: Group,
+    sizes: tuple[int, ...],
+) -> jax.Array:
+    """Log-likelihood of a chunk at each point, less that at the first."""
+    batch, fresh = _chunk(data, start, group, sizes)
+
+    def rows_at(z: jax.Array) -> jax.Array:
+        return log_terms(model, data, unravel(z), batch).rows[group]
+
+    first = rows_at(points[0])
+    return jax.lax.map(
+        lambda z: jnp.sum(jnp.where(fresh, rows_at(z) - first, 0.0)), points
+    )
+
+
 def cumulants(sums: np.ndarray, plate: Plate, temperature: float) -> np.ndarray:
     """
     Second to fourth cumulant of the tempered log-density over batches.
