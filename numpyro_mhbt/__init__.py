@@ -5,9 +5,9 @@ from numpyro_mhbt.diagnostics import BatchReport, batch_report
 from numpyro_mhbt.kernel import MHBT
 from numpyro_mhbt.likelihood import log_likelihood
 from numpyro_mhbt.plates import full_data
+from numpyro_mhbt.posterior import Untempered, untemper
 from numpyro_mhbt.proposals import RSGLD, SGLD, BetaSchedule, RandomWalk
 from numpyro_mhbt.state import MHBTState
-from numpyro_mhbt.untemper import Untempered, untemper
 
 __all__ = [
     "MHBT",

@@ -153,6 +153,20 @@ MUTANTS = {
         "lambda x: jnp.any(x >= n), lambda x: jnp.where(x >= n, x - n, x), rows",
         "tests/test_plates.py::test_rows_are_distinct_and_in_range[1009-1008]",
     ),
+    "weights to the wrong power": (
+        "posterior.py",
+        "(1 - 1 / temperature) * _log_density",
+        "(1 / temperature) * _log_density",
+        "tests/test_untemper.py::test_weights_lead_to_the_conjugate_posterior"
+        "[5.0-True]",
+    ),
+    "weights without the prior": (
+        "posterior.py",
+        "terms.prior if settings.temper_prior else 0.0",
+        "0.0",
+        "tests/test_untemper.py::test_weights_lead_to_the_conjugate_posterior"
+        "[5.0-True]",
+    ),
     "step size led by the overall rate": (
         "chain.py",
         "return state, info.paired_accept_prob",
