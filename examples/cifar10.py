@@ -29,15 +29,29 @@ def local_response(
     return x / (bias + alpha * power) ** 0.75
 
 
+def neighbours(x: jax.Array, radius: int = 2) -> jax.Array:
+    """
+    The channels of each pixel and of those around it, side by side.
+
+    A dense layer of these is a convolution; on a CPU that of XLA is some twenty times
+    slower inside a loop.
+    """
+    height, width = x.shape[1:3]
+    x = jnp.pad(x, ((0, 0), (radius, radius), (radius, radius), (0, 0)))
+    shifts = range(2 * radius + 1)
+    near = [x[:, i : i + height, j : j + width] for i in shifts for j in shifts]
+    return jnp.concatenate(near, -1)
+
+
 class Network(nn.Module):
-    """Three blocks of convolution, ReLU, pooling and normalisation; then classes."""
+    """Three blocks of convolution (5 x 5), ReLU, pooling and normalisation; then classes."""
 
     channels: tuple[int, ...] = (32, 32, 64)
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for channels in self.channels:
-            x = nn.relu(nn.Conv(channels, (5, 5))(x))
+            x = nn.relu(nn.Dense(channels)(neighbours(x)))
             x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
             x = local_response(x)
         return nn.Dense(10)(x.reshape(len(x), -1))
