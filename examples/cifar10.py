@@ -44,7 +44,7 @@ def neighbours(x: jax.Array, radius: int = 2) -> jax.Array:
 
 
 class Network(nn.Module):
-    """Three blocks of convolution (5 x 5), ReLU, pooling and normalisation; then classes."""
+    """Blocks of 5 x 5 convolution, ReLU, pooling and normalisation; then classes."""
 
     channels: tuple[int, ...] = (32, 32, 64)
 
