@@ -90,21 +90,26 @@ def total_variation(draws: np.ndarray, exact: np.ndarray, bins: int) -> float:
 
 def plot(results: dict[str, dict], path: str) -> None:
     dims = sorted({r["d"] for r in results.values()})
+    scales = list(dict.fromkeys(r["c_n"] for r in results.values()))
+    styles = {"all rows": "--", "around zero": "-.", "no control variate": ":"}
     figure, axes = plt.subplots(
-        1, len(dims), figsize=(6 * len(dims), 4.2), squeeze=False
+        1, len(dims), figsize=(6 * len(dims), 4.8), squeeze=False
     )
     for axis, d in zip(axes[0], dims, strict=True):
         floor = 0.0
-        for name, result in results.items():
+        for result in results.values():
             if result["d"] == d:
-                style = {"lw": 2, "ls": "--"} if "all rows" in name else {"lw": 1.2}
-                axis.semilogy(result["distance"], label=result["label"], **style)
+                label, color = result["label"], f"C{scales.index(result['c_n'])}"
+                style = next((v for k, v in styles.items() if k in label), "-")
+                axis.semilogy(result["distance"], style, color=color, label=label)
                 floor = max(floor, result["floor"])
-        axis.axhline(floor, color="grey", lw=1, ls=":", label="two exact samples")
+        axis.axhline(floor, color="grey", lw=1, label="two exact samples")
         axis.set(xlabel="step", ylabel="total variation distance", title=f"d = {d}")
-        axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="lower center", ncol=4, fontsize=9
+    )
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
@@ -156,7 +161,9 @@ def main() -> None:
                 floor = total_variation(other, exact, bins)
                 results[name] = {
                     "d": d,
-                    "label": f"{label} (acceptance {rate:.2f})",
+                    "c_n": c_n,
+                    "label": label,
+                    "acceptance": rate,
                     "distance": distance,
                     "floor": floor,
                 }
