@@ -14,7 +14,7 @@ from numpyro.util import not_jax_tracer
 from numpyro_mhbt.plates import Batch, Plate, first_rows, plates_of
 from numpyro_mhbt.target import Data, by_row, site_log_probs
 
-_CHUNK = 2**14
+_CHUNK, _LEAST, _FEW = 2**14, 256, 16
 
 
 def check_sites(
@@ -98,7 +98,9 @@ def nan_rows(
 def _nan_rows(
     model: Callable, data: Data, z: dict[str, Any], others: Batch, plate: Plate
 ) -> dict[str, jax.Array]:
-    chunk = min(plate.size, max(plate.subsample_size, _CHUNK))
+    # What fits in memory for a batch should do so for a few of them.
+    few = max(_FEW * plate.subsample_size, _LEAST)
+    chunk = min(plate.size, max(plate.subsample_size, min(few, _CHUNK)))
 
     def first_nan(start: jax.Array) -> dict[str, jax.Array]:
         rows = start + jnp.arange(chunk)
