@@ -272,7 +272,7 @@ class MHBT(MCMCKernel):
             begin = partial(start, settings=self._settings, num_warmup=num_warmup)
             return lift(partial(begin, data, setup))(*chain)
 
-        return jit_data(run)
+        return jit_data(run, quick=True)
 
     def __getstate__(self) -> dict[str, Any]:
         compiled = ("_programs", "_jit_start")

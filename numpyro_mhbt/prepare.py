@@ -45,19 +45,19 @@ class Programs:
     """The compiled parts of :func:`prepare`."""
 
     def __init__(self, settings: Settings) -> None:
-        def compiled(fn: Callable, **fixed: Any) -> Callable:
+        def compiled(fn: Callable, *, quick: bool = True, **fixed: Any) -> Callable:
             def run(data: Data, z: dict[str, Any], *rest: Any, **options: Any) -> Any:
                 options |= {"model": settings.model, "unravel": ravel_pytree(z)[1]}
                 return fn(data, *rest, **fixed, **options)
 
-            return jit_data(run)
+            return jit_data(run, quick=quick)
 
-        self.look = jit_data(partial(look, settings=settings))
-        self.fingerprint = jit_data(fingerprint)
-        self.derivatives = compiled(derivatives)
-        self.moments = compiled(moments)
+        self.look = jit_data(partial(look, settings=settings), quick=True)
+        self.fingerprint = jit_data(fingerprint, quick=True)
+        self.derivatives = compiled(derivatives, quick=False)
+        self.moments = compiled(moments, quick=False)
         self.noise_at = compiled(noise_at, temper_prior=settings.temper_prior)
-        self.settle = jit_data(partial(settle, settings=settings))
+        self.settle = jit_data(partial(settle, settings=settings), quick=True)
         self.curvature = compiled(curvature, temper_prior=settings.temper_prior)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -81,12 +81,28 @@ class _Static(NamedTuple):
     options: tuple
 
 
-def jit_data(fn: Callable) -> Callable:
+# Compile in a third of the time what then runs for a moment only.
+_QUICK = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
+
+
+@cache
+def _quick_options() -> dict[str, Any] | None:
+    """:data:`_QUICK`, unless this XLA does not know the names."""
+    try:
+        jax.jit(jnp.negative, compiler_options=_QUICK)(1.0)
+    except jax.errors.JaxRuntimeError:
+        return None
+    return _QUICK
+
+
+def jit_data(fn: Callable, *, quick: bool = False) -> Callable:
     """
     ``jit`` of a function of :class:`Data`, compiled once per shape.
 
     The arrays in the data are arguments of the program: as constants they would be
     copied several times by the compiler. Keyword arguments are static.
+
+    :param quick: whether it runs for a moment only, and had better be compiled fast.
     """
 
     def run(static: _Static, arrays: list[jax.Array], *rest: Any) -> Any:
@@ -96,7 +112,9 @@ def jit_data(fn: Callable) -> Callable:
         data = Data(args, kwargs, static.plates, static.num_rows, params)
         return fn(data, *rest, **dict(static.options))
 
-    compiled = jax.jit(run, static_argnums=0)
+    thorough = jax.jit(run, static_argnums=0)
+    options = _quick_options() if quick else None
+    chosen = jax.jit(run, static_argnums=0, compiler_options=options)
 
     def call(data: Data, *rest: Any, **options: Any) -> Any:
         leaves, tree = jax.tree.flatten((data.args, data.kwargs, data.params))
@@ -113,7 +131,9 @@ def jit_data(fn: Callable) -> Callable:
             hash(static)
         except TypeError:  # an argument that cannot be a key: compile for this call
             return jax.jit(partial(run, static))(arrays, *rest)
-        return compiled(static, arrays, *rest)
+        # Where `pmap` traces this, it is part of a program with options of its own.
+        nested = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(rest))
+        return (thorough if nested else chosen)(static, arrays, *rest)
 
     return call
 
