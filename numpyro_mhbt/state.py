@@ -79,7 +79,7 @@ class MHBTState(NamedTuple):
      - **epoch_accept_prob** - running mean of ``accept_prob`` in the present epoch of a
        :class:`~numpyro_mhbt.BetaSchedule`; otherwise 0.
      - **adapt_state** - what warm-up has learnt.
-     - **shared** - see :class:`Shared`.
+     - **shared** - what all chains have in common: the reference, the plates.
      - **rng_key** - random number generator key.
     """
 
