@@ -1,6 +1,7 @@
 """Mini-batch Metropolis-Hastings with batch tempering for NumPyro."""
 
 from numpyro_mhbt.control import Taylor
+from numpyro_mhbt.convert import to_arviz
 from numpyro_mhbt.diagnostics import BatchReport, batch_report
 from numpyro_mhbt.kernel import MHBT
 from numpyro_mhbt.likelihood import log_likelihood
@@ -22,6 +23,7 @@ __all__ = [
     "batch_report",
     "full_data",
     "log_likelihood",
+    "to_arviz",
     "untemper",
 ]
 __version__ = "0.1.0"

@@ -17,6 +17,7 @@ from numpyro.infer import MCMC
 from numpyro.util import not_jax_tracer
 
 from numpyro_mhbt.adaptation import acceptance_ceiling
+from numpyro_mhbt.convert import finished, temperature_of
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.state import MHBTState, Setup, Shared
 from numpyro_mhbt.target import Data, fingerprint, shows_noise
@@ -116,12 +117,7 @@ def batch_report(mcmc: MCMC) -> BatchReport:
         >>> print(report.verdict)
         T = 1: the draws are those of the posterior.
     """
-    settings = getattr(mcmc.sampler, "_settings", None)
-    if not isinstance(settings, Settings):
-        raise TypeError(f"batch_report needs a run of MHBT, got {mcmc.sampler!r}.")
-    state = mcmc.last_state
-    if state is None:
-        raise ValueError("batch_report needs a finished run: call `mcmc.run` first.")
+    settings, state = finished(mcmc, "batch_report")
     draws = mcmc.get_samples(group_by_chain=True)
     flat = [np.asarray(x).reshape(*x.shape[:2], -1) for x in jax.tree.leaves(draws)]
     values = np.concatenate(flat, axis=2)
@@ -132,7 +128,7 @@ def batch_report(mcmc: MCMC) -> BatchReport:
     ess = float(np.min(effective_sample_size(values))) if moved else 0.0
     r_hat = float(np.max(split_gelman_rubin(values))) if moved else math.inf
     shared = state.shared
-    temperature = float(np.ravel(state.temperature)[0])
+    temperature = temperature_of(state)
     noise = float(np.median(state.mean_noise_variance))
     accept = np.ravel(state.mean_accept_prob)
     problems = [

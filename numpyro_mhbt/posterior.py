@@ -17,13 +17,16 @@ from numpyro.infer import MCMC
 from numpyro.infer.util import unconstrain_fn
 
 from numpyro_mhbt.control import Taylor
-from numpyro_mhbt.passes import gains, groups_of, sum_over_rows
+from numpyro_mhbt.convert import finished, import_arviz, param_values, temperature_of
+from numpyro_mhbt.likelihood import few_batches
+from numpyro_mhbt.passes import _MEMORY, gains, groups_of, sum_over_rows
 from numpyro_mhbt.plates import first_rows, with_rows
 from numpyro_mhbt.prepare import Programs, expand
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.setup import jit_data, read
+from numpyro_mhbt.state import MHBTState
 from numpyro_mhbt.target import Data, log_terms
-from numpyro_mhbt.temperature import MAX_DIM
+from numpyro_mhbt.temperature import MAX_DIM, Curvature
 from numpyro_mhbt.vectors import flatten
 
 _FEWEST = 50
@@ -55,8 +58,9 @@ def untemper(
     :math:`N ((2 T - 1) / T^2)^{d/2}` are left; where the weights collapse it refuses.
 
     ``"rescale"`` shrinks the draws by 1/sqrt(T) towards the mode of the posterior, in
-    unconstrained space. **This is an approximation**: right in the limit of many rows,
-    where the posterior is Gaussian, and for one mode only. No weight tells if it fails.
+    unconstrained space (by less or more where the curvature at the mode shows what was
+    not tempered). **This is an approximation**: right in the limit of many rows, where
+    the posterior is Gaussian, and for one mode only. No weight tells if it fails.
 
     :param mcmc: after :meth:`~numpyro.infer.mcmc.MCMC.run` of a
         :class:`~numpyro_mhbt.MHBT` kernel, which still holds its data.
@@ -87,38 +91,28 @@ def untemper(
         >>> print(f"{untemper(mcmc).samples['mu'].std():.2f}")  # 1 / sqrt(300)
         0.06
     """
-    settings = getattr(mcmc.sampler, "_settings", None)
-    if not isinstance(settings, Settings):
-        raise TypeError(f"untemper needs a run of MHBT, got {mcmc.sampler!r}.")
-    if mcmc.last_state is None:
-        raise ValueError("untemper needs a finished run: call `mcmc.run` first.")
+    settings, state = finished(mcmc, "untemper")
     if settings.temperature_schedule is not None:
         raise ValueError("untemper needs one temperature, and `temperature` varied.")
     if settings.on_reject == "refresh":
         raise ValueError(
             "With on_reject='refresh' draws are of no posterior, tempered or not."
         )
-    temperature = float(np.ravel(mcmc.last_state.temperature)[0])
-    data, sites = read(settings.model, mcmc._args, mcmc._kwargs)
-    params = jax.tree.map(
-        lambda x: x[0] if np.ndim(mcmc.last_state.i) else x,
-        mcmc.last_state.shared.params,
-    )
-    data = data._replace(params=params)
+    temperature = temperature_of(state)
+    data, latent = data_and_latent(mcmc, settings, state)
+    points, unravel = unconstrained(settings, data, latent)
     samples = {k: np.asarray(v) for k, v in mcmc.get_samples().items()}
-    latent = {
-        name: samples[name]
-        for name in samples
-        if sites.get(name, {}).get("type") == "sample"
-    }
-    points, unravel = _unconstrained(settings, data, latent)
     if method == "rescale":
         return _rescaled(mcmc, settings, data, points, unravel, temperature)
     if method != "importance":
         raise ValueError(f"method must be 'importance' or 'rescale', got {method!r}.")
     if temperature == 1:
-        return Untempered(samples, 0.0, float(len(points)))
-    log_weights = (1 - 1 / temperature) * _log_density(settings, data, points, unravel)
+        by_chain = np.asarray(points).reshape(mcmc.num_chains, -1, points.shape[1])
+        worth = float(np.min(effective_sample_size(by_chain)))
+        return Untempered(samples, 0.0, min(worth, float(len(points))))
+    prior, likelihood = log_posterior(settings, data, points, unravel, "Weights")
+    tempered = likelihood + prior if settings.temper_prior else likelihood
+    log_weights = (1 - 1 / temperature) * tempered
     chains = log_weights.reshape(mcmc.num_chains, -1)
     efficiency = min(float(effective_sample_size(chains)) / len(points), 1.0)
     log_weights, k_hat = _smoothed(log_weights, efficiency)
@@ -140,38 +134,56 @@ def untemper(
     return Untempered({k: v[chosen] for k, v in samples.items()}, k_hat, ess)
 
 
-def _unconstrained(
+def data_and_latent(
+    mcmc: MCMC, settings: Settings, state: MHBTState
+) -> tuple[Data, dict[str, np.ndarray]]:
+    """The data of a finished run, and its draws of latent sites."""
+    data, sites = read(settings.model, mcmc._args, mcmc._kwargs)
+    latent = {
+        name: np.asarray(draws)
+        for name, draws in mcmc.get_samples().items()
+        if sites.get(name, {}).get("type") == "sample"
+    }
+    return data._replace(params=param_values(state)), latent
+
+
+def unconstrained(
     settings: Settings, data: Data, latent: dict[str, Any]
 ) -> tuple[jax.Array, Callable]:
     """A row for each draw, and the way from a row to named values."""
 
-    def one(draw: dict[str, Any]) -> dict[str, Any]:
+    def every(data: Data, latent: dict[str, Any]) -> dict[str, Any]:
         model = seed(with_rows(settings.model, first_rows(data.plates)), random.key(0))
-        return unconstrain_fn(model, data.args, data.kwargs, draw)
+        unconstrain = partial(unconstrain_fn, model, data.args, data.kwargs)
+        return jax.vmap(unconstrain)(latent)
 
-    named = jax.vmap(one)(jax.tree.map(jnp.asarray, latent))
+    # Compiled, the likelihood, of which nothing depends, is not computed.
+    named = jit_data(every)(data, jax.tree.map(jnp.asarray, latent))
     unravel = ravel_pytree(jax.tree.map(lambda x: x[0], named))[1]
     return jax.vmap(flatten)(named), unravel
 
 
-def _log_density(
-    settings: Settings, data: Data, points: jax.Array, unravel: Callable
-) -> np.ndarray:
+def log_posterior(
+    settings: Settings, data: Data, points: jax.Array, unravel: Callable, what: str
+) -> tuple[np.ndarray, np.ndarray]:
     """
-    Log-density of the untempered posterior at each point, up to a constant.
+    Log-prior, and log-likelihood of all rows up to a constant, at each point.
 
-    Without the prior if that was not tempered. Rows count by their difference to those
-    at the first point, since float32 does not hold the sum of many.
+    Densities of constrained values, none of them tempered. Rows count by their
+    difference to those at the first point, since float32 does not hold the sum of many.
+
+    :param what: said beside the progress bar.
     """
 
-    def others(data: Data, points: jax.Array) -> jax.Array:
-        def one(z: jax.Array) -> jax.Array:
+    def others(data: Data, points: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def one(z: jax.Array) -> tuple[jax.Array, jax.Array]:
             terms = log_terms(settings.model, data, unravel(z), first_rows(data.plates))
-            return terms.exact + (terms.prior if settings.temper_prior else 0.0)
+            return terms.prior, terms.exact
 
         return jax.lax.map(one, points)
 
-    value = np.asarray(jit_data(others)(data, points), np.float64)
+    found = jit_data(others)(data, points)
+    prior, likelihood = (np.asarray(x, np.float64) for x in found)
     first = unravel(points[0])
 
     def run(data: Data, z: dict[str, Any], *rest: Any, **options: Any) -> Any:
@@ -179,10 +191,16 @@ def _log_density(
 
     program = jit_data(run)
     for group in groups_of(settings.model, data, first):
-        value += sum_over_rows(
-            program, data, first, points, group=group, what="Weights", width=1
+        likelihood = likelihood + sum_over_rows(
+            program,
+            data,
+            first,
+            points,
+            group=group,
+            what=what,
+            width=_MEMORY // few_batches(group),
         )
-    return value
+    return prior, likelihood
 
 
 def _rescaled(
@@ -207,16 +225,24 @@ def _rescaled(
     if decrement == np.inf:
         raise ValueError("No mode was found near the mean of the draws to shrink to.")
     mode = reference.z + jnp.asarray(step, mean.dtype)
-    shrunk = mode + (points - mode) / temperature**0.5
+    # By 1/sqrt(T), but for what is not tempered: the Jacobian, and a prior if so asked.
+    # Around their own mean, which heat moves away from the mode.
+    shrink = np.linalg.solve(_root(curve, 1.0), _root(curve, temperature))
+    shrunk = mode + (points - mean) @ jnp.asarray(shrink, mean.dtype).T
     constrain = mcmc.sampler.postprocess_fn(mcmc._args, mcmc._kwargs)
-    samples = jax.vmap(lambda z: constrain(unravel(z)))(shrunk)
+    samples = jax.jit(jax.vmap(lambda z: constrain(unravel(z))))(shrunk)
     return Untempered({k: np.asarray(v) for k, v in samples.items()}, None, None)
+
+
+def _root(curve: Curvature, temperature: float) -> np.ndarray:
+    """Symmetric square root of the precision at temperature T."""
+    values, vectors = np.linalg.eigh(-curve.at(temperature)[1])
+    return vectors * np.sqrt(np.maximum(values, 0)) @ vectors.T
 
 
 def _smoothed(log_weights: np.ndarray, efficiency: float) -> tuple[np.ndarray, float]:
     """Pareto-smoothed, and the shape of their tail."""
-    import arviz as az
-
+    az = import_arviz()
     # The fit of the tail may overflow, to weights of zero.
     with np.errstate(over="ignore"):
         if hasattr(az, "psislw"):
