@@ -1,7 +1,7 @@
 """How Sphinx builds these pages: ``sphinx-build -W -n docs docs/_build/html``."""
 
 from docutils import nodes
-from docutils.utils.math.latex2mathml import tex2mathml
+from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 
 import numpyro_mhbt
@@ -32,12 +32,13 @@ html_show_sphinx = False
 
 
 def inline_math(writer, node: nodes.math) -> None:
-    writer.body.append(tex2mathml(node.astext(), as_block=False))
+    writer.body.append(convert(node.astext()))
     raise nodes.SkipNode
 
 
 def block_math(writer, node: nodes.math_block) -> None:
-    writer.body.append(f'<div class="math">{tex2mathml(node.astext())}</div>')
+    formula = convert(node.astext(), display="block")
+    writer.body.append(f'<div class="math">{formula}</div>')
     raise nodes.SkipNode
 
 

@@ -9,4 +9,6 @@ def test_example(capsys, monkeypatch):
     text = (Path(__file__).parent.parent / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(code, {})
-    assert "r_hat" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "r_hat" in printed
+    assert "T = 1: the draws are those of the posterior." in printed
