@@ -1,5 +1,6 @@
 """Mini-batch Metropolis-Hastings with batch tempering for NumPyro."""
 
+from numpyro_mhbt import plots
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.convert import to_arviz
 from numpyro_mhbt.diagnostics import BatchReport, batch_report
@@ -23,6 +24,7 @@ __all__ = [
     "batch_report",
     "full_data",
     "log_likelihood",
+    "plots",
     "to_arviz",
     "untemper",
 ]
