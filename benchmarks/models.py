@@ -3,9 +3,10 @@ Plain NumPyro models with a subsampled plate, and the data for them.
 
 Each factory returns a :class:`Problem`: ``MCMC(kernel(problem.model)).run(key,
 *problem.args)``. Factories of ``SYNTHETIC`` take the number of rows, those of ``REAL``
-the folder with ``covtype.npz`` and ``nycflights13.npz`` (one array per column of the
-UCI forest cover types and of the flights that left New York City in 2013); all take
-the batch size ``m``. This lists them, with the log-density at a point of the prior:
+the folder with ``covtype.npz``, ``nycflights13.npz`` and ``mnist.npz`` (one array per
+column of the UCI forest cover types and of the flights that left New York City in 2013;
+the images and labels of MNIST); all take the batch size ``m``. This lists them, with
+the log-density at a point of the prior:
 
     python benchmarks/models.py [--data DIR]
 """
@@ -97,6 +98,14 @@ def robust_model(x: jax.Array, y: jax.Array, *, m: int) -> None:
         numpyro.sample("y", dist.StudentT(4.0, xb @ w, sigma), obs=yb)
 
 
+def student_model(x: jax.Array, y: jax.Array, *, m: int) -> None:
+    """With a known scale, as bounds on the likelihood ask for."""
+    w = normal("w", x.shape[1])
+    with rows(len(y), m):
+        xb, yb = numpyro.subsample(x, event_dim=1), numpyro.subsample(y, event_dim=0)
+        numpyro.sample("y", dist.StudentT(4.0, xb @ w, 1.0), obs=yb)
+
+
 def gamma_model(x: jax.Array, y: jax.Array, *, m: int) -> None:
     """Mean exp(x w), and a shape."""
     w = normal("w", x.shape[1])
@@ -125,6 +134,16 @@ def hierarchical_model(x: jax.Array, group: jax.Array, y: jax.Array, *, m: int) 
     with rows(len(y), m) as idx:
         loc = x[idx] @ w + effects[group[idx]]
         numpyro.sample("y", dist.Normal(loc, sigma), obs=y[idx])
+
+
+def truncated_model(y: jax.Array, *, m: int) -> None:
+    """The mean in a cube; the noise differs from column to column."""
+    d = y.shape[1]
+    mu = numpyro.sample("mu", dist.Uniform(-3, 3).expand([d]).to_event(1))
+    with rows(len(y), m):
+        yb = numpyro.subsample(y, event_dim=1)
+        scale = jnp.linspace(0.5, 2, d)
+        numpyro.sample("y", dist.Normal(mu, scale).to_event(1), obs=yb)
 
 
 def network_model(x: jax.Array, y: jax.Array, *, m: int) -> None:
@@ -184,6 +203,10 @@ def robust(n: int = 10**5, *, m: int = 1000) -> Problem:
     return Problem("robust", partial(robust_model, m=m), (x, y))
 
 
+def student(n: int = 10**5, *, m: int = 1000) -> Problem:
+    return Problem("student", partial(student_model, m=m), robust(n).args)
+
+
 def gamma(n: int = 10**5, *, m: int = 1000) -> Problem:
     key_x, key_y = random.split(random.key(5))
     x = bounded_design(key_x, n, 5)
@@ -220,6 +243,12 @@ def funnel(n: int = 10**4, *, m: int = 1000) -> Problem:
     y = n**0.5 * random.normal(random.key(9), (n, 5))
     # The mean of the rows, which is all that counts, is 0.5 whatever n is.
     return Problem("funnel", partial(funnel_model, m=m), (y - y.mean(0) + 0.5,))
+
+
+def truncated(n: int = 10**5, *, m: int = 1000) -> Problem:
+    noise = random.normal(random.key(10), (n, 20))
+    y = jnp.linspace(-1, 1, 20) + jnp.linspace(0.5, 2, 20) * noise
+    return Problem("truncated", partial(truncated_model, m=m), (y,))
 
 
 def bounded_design(key: jax.Array, n: int, d: int) -> jax.Array:
@@ -295,6 +324,17 @@ def flights_poisson(data: Path, *, m: int = 1000) -> Problem:
     return Problem("flights_poisson", partial(poisson_model, m=m), (x, y))
 
 
+def digits(data: Path, *, m: int = 1000) -> Problem:
+    """7 against 9 of MNIST, on 50 principal components."""
+    table = np.load(data / "mnist.npz")
+    x, y = table["x_train"].reshape(-1, 784) / 255.0, table["y_train"]
+    chosen = (y == 7) | (y == 9)
+    x, y = x[chosen], (y[chosen] == 9).astype(np.float32)
+    x = x - x.mean(0)
+    axes = np.linalg.eigh(x.T @ x)[1][:, :-51:-1]
+    return Problem("digits", partial(logistic_model, m=m), design(x @ axes, y))
+
+
 def day_of_year(table: Mapping[str, np.ndarray]) -> np.ndarray:
     first = np.arange("2013-01", "2014-01", dtype="datetime64[M]").astype("M8[D]")
     starts = (first - first[0]).astype(int)
@@ -340,6 +380,7 @@ REAL: dict[str, Callable[..., Problem]] = {
         flights_linear,
         flights_poisson,
         flights_robust,
+        digits,
     )
 }
 

@@ -33,6 +33,8 @@ DIM, BATCH, STEPS = 20, 1000, 2000
 KERNELS = {
     "RSGLD, no control variate": (RSGLD(), None),
     "RSGLD, order 0": (RSGLD(), Taylor(order=0)),
+    "RSGLD, order 1": (RSGLD(), Taylor(order=1)),
+    "RSGLD, order 2": (RSGLD(), Taylor(order=2)),
     "RandomWalk, no control variate": (RandomWalk(0.1), None),
     "RandomWalk, order 0": (RandomWalk(0.1), Taylor(order=0)),
 }
@@ -66,6 +68,30 @@ def bare_loop(data: tuple, draw: Callable[[jax.Array, int], jax.Array]) -> tuple
         return lax.scan(partial(body, data), carry, None, length=STEPS)[0]
 
     start = jnp.zeros(DIM), jnp.arange(BATCH), random.key(1)
+    return jax.jit(run), (start, data)
+
+
+def many_gradients(data: tuple, k: int, own: bool, steps: int) -> tuple:
+    """``steps`` gradients of k chains, each on its own batch or all on the same."""
+
+    def gradient(data: tuple, w: jax.Array, rows: jax.Array) -> jax.Array:
+        on_batch = substitute(model, data={"N": rows})
+        return jax.grad(lambda w: potential_energy(on_batch, data, {}, {"w": w}))(w)
+
+    def run(carry: tuple, data: tuple) -> tuple:
+        def body(carry: tuple, _: None) -> tuple:
+            w, rows, key = carry
+            over = (0, 0) if own else (0, None)
+            grads = jax.vmap(partial(gradient, data), over)(w, rows)
+            key, *keys = random.split(key, 1 + (k if own else 1))
+            draw = partial(draw_rows, n=len(data[1]), m=BATCH)
+            rows = jax.vmap(draw)(jnp.stack(keys)) if own else draw(keys[0])
+            return (w - 1e-9 * grads, rows, key), None
+
+        return lax.scan(body, carry, None, length=steps)[0]
+
+    rows = jnp.zeros((k, BATCH) if own else BATCH, jnp.int32)
+    start = jnp.zeros((k, DIM)), rows, random.key(1)
     return jax.jit(run), (start, data)
 
 

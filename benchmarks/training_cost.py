@@ -29,23 +29,22 @@ from mnist import ROWS, SCALE, Network
 from training import Task, first_weights, start_mhbt, start_optax
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
-    parser.add_argument("--data", type=Path, help=".npz; without it, downloaded")
-    parser.add_argument("--rate", type=float, default=0.1)
-    parser.add_argument("--before", type=int, default=3, help="epochs not counted")
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
-    x, y, *test = map(jnp.asarray, datasets.mnist(args.data))
+def measure(
+    data: Path | None, rate: float = 0.1, before: int = 3, repeats: int = 5
+) -> dict[str, float]:
+    """
+    :param before: epochs that are not counted.
+    """
+    x, y, *test = map(jnp.asarray, datasets.mnist(data))
     task = Task(Network(), (x[:ROWS], y[:ROWS]), test, SCALE, SCALE, "softmax", 100)
     weights = first_weights(random.key(0), task)
     runs: dict[str, tuple[Callable, object]] = {
-        "SGD": start_optax(task, weights, 0, optimizer=optax.sgd(args.rate)),
-        "MHBT": start_mhbt(task, weights, 0, rate=args.rate, c_n=100.0),
+        "SGD": start_optax(task, weights, 0, optimizer=optax.sgd(rate)),
+        "MHBT": start_mhbt(task, weights, 0, rate=rate, c_n=100.0),
     }
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     accepted = []
-    for _ in range(args.before + args.repeats):
+    for _ in range(before + repeats):
         for name, (epoch, state) in runs.items():
             begin = time.perf_counter()
             state, figures = jax.block_until_ready(epoch(state, task.train))
@@ -53,10 +52,22 @@ def main() -> None:
             runs[name] = epoch, state
             if figures is not None:
                 accepted.append(float(figures[0].mean()))
-    times = np.array(list(seconds.values()))[:, args.before :]
-    print(f"SGD: {1e3 * np.median(times[0]) / (ROWS // 100):.2f} ms a step")
-    print(f"MHBT / SGD: {np.median(times[1] / times[0]):.2f}")
-    print(f"acceptance of MHBT {np.mean(accepted[args.before :]):.2f}")
+    times = np.array(list(seconds.values()))[:, before:]
+    return {
+        "SGD step, ms": float(1e3 * np.median(times[0]) / (ROWS // 100)),
+        "MHBT / SGD": float(np.median(times[1] / times[0])),
+        "acceptance": float(np.mean(accepted[before:])),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
+    parser.add_argument("--data", type=Path, help=".npz; without it, downloaded")
+    parser.add_argument("--rate", type=float, default=0.1)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    for name, value in measure(args.data, args.rate, repeats=args.repeats).items():
+        print(f"{name}: {value:.2f}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 from scipy import stats
 
 from numpyro_mhbt import MHBT, SGLD, RandomWalk, Taylor, batch_report
+from numpyro_mhbt.control import Reference, remainder
 from numpyro_mhbt.passes import cumulants
 from numpyro_mhbt.plates import Plate, next_batch
 from numpyro_mhbt.prepare import expand
@@ -57,6 +58,37 @@ def make_mcmc(kernel, **kwargs):
     settings = {"num_warmup": 500, "num_samples": 500, "num_chains": 4}
     settings |= {"chain_method": "vectorized", "progress_bar": False}
     return MCMC(kernel, **(settings | kwargs))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_remainder_and_its_gradient(order):
+    """Beside the expansion written out with the derivatives of each row."""
+    a, here, there = (
+        random.normal(random.key(k), s) for k, s in enumerate([(6, 3), 3, 3])
+    )
+
+    def rows_at(z):
+        return jnp.exp(jnp.sin(a @ z))
+
+    slopes, bends = jax.jacobian(rows_at)(here), jax.hessian(rows_at)(here)
+    reference = Reference(here, slopes.sum(0), bends.sum(0) if order == 2 else None)
+
+    def ours(z):
+        rows, known = remainder(rows_at(z), rows_at, reference, z)
+        return jnp.sum(rows**2) + known
+
+    def plain(z):
+        step = z - here
+        missed, known = slopes @ step, slopes.sum(0) @ step
+        if order == 2:
+            missed += bends @ step @ step / 2
+            known += bends.sum(0) @ step @ step / 2
+        return jnp.sum((rows_at(z) - rows_at(here) - missed) ** 2) + known
+
+    for found, expected in zip(
+        jax.value_and_grad(ours)(there), jax.value_and_grad(plain)(there), strict=True
+    ):
+        assert np.allclose(found, expected, rtol=1e-4)
 
 
 slow = pytest.mark.slow

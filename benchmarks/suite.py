@@ -1,0 +1,454 @@
+"""
+MHBT beside its peers, all of it: tables in Markdown and JSON, and pictures.
+
+Systems are measured in turn in one run on the same data, several times over; the
+median counts, and figures to compare are ratios within the run. Compilation is apart.
+The error against the posterior of all rows stands beside each speed: a fast sampler of
+something else is no sampler.
+
+Needs BlackJAX: ``pip install -e ".[bench]"``. ``--data`` is the folder that
+``models.py`` describes; without it real data are left out.
+
+    python benchmarks/suite.py --data DIR          # everything, about an hour
+    python benchmarks/suite.py --quick             # a few minutes
+    python benchmarks/suite.py --only steps first-draw
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+import json
+import os
+from pathlib import Path
+import platform
+import subprocess
+import sys
+import time
+from typing import Any
+
+import arviz as az
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib.lines import Line2D
+import matplotlib.pyplot as plt
+from models import (
+    Problem,
+    covtype_logistic,
+    digits,
+    hierarchical,
+    logistic,
+    student,
+    truncated,
+)
+import numpy as np
+import numpyro
+from numpyro.infer import HMC, NUTS, init_to_value
+from reference import Reference, find_reference
+from samplers import Sampler, every_sampler, of_kernel
+import step_cost
+
+from numpyro_mhbt import MHBT, full_data
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "examples"))
+MEAN_CLOSE, SD_CLOSE = 0.1, 0.1
+Row = dict[str, Any]
+
+
+# Effective samples per second, and errors
+
+
+@dataclass
+class Run:
+    """A sampler on its way."""
+
+    sampler: Sampler
+    first_start: float
+    """Seconds of set-up and warm-up with compilation."""
+    start: float
+    """And without."""
+    state: Any
+    draws: list[np.ndarray] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    speed: list[float] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, sampler: Sampler) -> Run:
+        times = []
+        for _ in range(2):
+            begin = time.perf_counter()
+            state = jax.block_until_ready(sampler.start())
+            times.append(time.perf_counter() - begin)
+        state = jax.block_until_ready(sampler.draw(state)[0])  # compiled now
+        return cls(sampler, *times, state)
+
+    def go_on(self, seconds: float) -> None:
+        """Draw for so long, and note the effective samples per second."""
+        parts, begin = [], time.perf_counter()
+        while not parts or time.perf_counter() - begin < seconds or len(parts) < 2:
+            self.state, z = jax.block_until_ready(self.sampler.draw(self.state))
+            parts.append(np.asarray(z, np.float64))
+        self.seconds.append(time.perf_counter() - begin)
+        self.draws.append(np.concatenate(parts))
+        self.speed.append(effective_draws(self.draws[-1]) / self.seconds[-1])
+
+    def errors(self, exact: Reference) -> tuple[float, float]:
+        """Of the means, in standard deviations, and of these: the largest."""
+        z = (np.concatenate(self.draws) - exact.mean) / exact.sd
+        return float(np.abs(z.mean(0)).max()), float(np.abs(z.std(0) - 1).max())
+
+    def time_to_accuracy(self, exact: Reference) -> float:
+        """Seconds, warm-up included, after which all moments stay close; or inf."""
+        z = (np.concatenate(self.draws) - exact.mean) / exact.sd
+        count = np.arange(1, len(z) + 1)[:, None]
+        mean = np.cumsum(z, 0) / count
+        sd = np.sqrt(np.maximum(np.cumsum(z**2, 0) / count - mean**2, 0))
+        far = np.any((np.abs(mean) > MEAN_CLOSE) | (np.abs(sd - 1) > SD_CLOSE), 1)
+        last = np.flatnonzero(far)
+        needed = last[-1] + 1 if len(last) else 1
+        if needed > 0.9 * len(z):
+            return np.inf
+        return self.start + sum(self.seconds) * needed / len(z)
+
+
+def effective_draws(z: np.ndarray) -> float:
+    """
+    The smallest of bulk and tail effective sample size over the coordinates.
+
+    The means alone would flatter samplers whose draws alternate around the mode: their
+    mean is then known better than from independent draws, and their spread worse.
+    """
+    if not np.isfinite(z).all() or np.any(z.std(0) == 0):
+        return 0.0
+    found = az.convert_to_dataset({"z": z[None]})
+    kinds = ("bulk", "tail")
+    return min(float(az.ess(found, method=kind)["z"].min()) for kind in kinds)
+
+
+def close(errors: tuple[float, float]) -> bool:
+    return errors[0] < 3 * MEAN_CLOSE and errors[1] < SD_CLOSE
+
+
+def speed(problem: Problem, args: argparse.Namespace) -> list[Row]:
+    """The best setting of each family, measured in turn."""
+    exact = find_reference(problem)
+    print(f"{problem.name}: k = {exact.pareto_k:.2f}, {exact.effective:.0f} draws")
+    seconds = 0.5 if args.quick else 1.0
+    best: dict[str, tuple[tuple[bool, float], Run]] = {}
+    effort = 0 if args.quick else 2 if problem.n == 10**6 else 1
+    for sampler in every_sampler(problem, exact, effort):
+        run = Run.begin(sampler)
+        run.go_on(seconds)
+        score = close(run.errors(exact)), run.speed[0]
+        mean_error, sd_error = run.errors(exact)
+        print(
+            f"  {sampler.family}, {sampler.name}: {score[1]:.3g} per second, "
+            f"errors {mean_error:.2f}, {sd_error:.2f}",
+            flush=True,
+        )
+        if sampler.family not in best or score > best[sampler.family][0]:
+            best[sampler.family] = score, run
+        jax.clear_caches()  # else compiled programs exhaust the memory maps
+    runs = [run for _, run in best.values()]
+    for run in runs:
+        run.state = jax.block_until_ready(run.sampler.draw(run.state)[0])
+        run.draws, run.seconds, run.speed = [], [], []
+    for _ in range(args.repeats):
+        for run in runs:
+            run.go_on(seconds)
+    nuts = best["NUTS"][1]
+    rows = []
+    for run in runs:
+        mean_error, sd_error = run.errors(exact)
+        rows.append(
+            {
+                "problem": problem.name,
+                "n": problem.n,
+                "d": len(exact.mean),
+                "sampler": run.sampler.family,
+                "setting": run.sampler.name,
+                "ESS/s": float(np.median(run.speed)),
+                "ratio to NUTS": float(np.median(np.divide(run.speed, nuts.speed))),
+                "mean error, sd": mean_error,
+                "sd error": sd_error,
+                "seconds to accuracy": run.time_to_accuracy(exact),
+                "sampled, s": sum(run.seconds),
+                "warm-up, s": run.start,
+                "compilation, s": max(run.first_start - run.start, 0.0),
+            }
+        )
+    jax.clear_caches()
+    return rows
+
+
+def problems(args: argparse.Namespace) -> dict[str, Callable[[], Problem]]:
+    if args.quick:
+        return {"logistic": lambda: logistic(10**5)}
+    found: dict[str, Callable[[], Problem]] = {
+        "logistic, 10^6": lambda: logistic(10**6),
+        "logistic, 10^5": lambda: logistic(10**5),
+        "logistic, 10^4": lambda: logistic(10**4),
+        "student": student,
+        "truncated": truncated,
+        "hierarchical": hierarchical,
+    }
+    if args.data:
+        found["covtype"] = lambda: covtype_logistic(args.data)
+        found["digits"] = lambda: digits(args.data)
+    return found
+
+
+def section_speed(args: argparse.Namespace) -> list[Row]:
+    rows = []
+    for make in problems(args).values():
+        rows += speed(make(), args)
+        publish(args, "speed", rows)  # so that a run cut short is not lost
+    plot_speed(rows, args.out / "speed.png")
+    return rows
+
+
+def plot_speed(rows: list[Row], path: Path) -> None:
+    names = list(dict.fromkeys(f"{r['problem']}\nn = {r['n']:,}" for r in rows))
+    families = list(dict.fromkeys(r["sampler"] for r in rows))
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.8 * len(names)))
+    for r in rows:
+        if r["ESS/s"] > 0:
+            place = families.index(r["sampler"])
+            y = names.index(f"{r['problem']}\nn = {r['n']:,}")
+            good = close((r["mean error, sd"], r["sd error"]))
+            axes.semilogx(
+                r["ESS/s"],
+                y + 0.7 * (place / max(len(families) - 1, 1) - 0.5),
+                "os^vDPX*"[place % 8],
+                color=f"C{place}",
+                mfc=f"C{place}" if good else "none",
+            )
+    handles = [
+        Line2D([], [], ls="", marker="os^vDPX*"[i % 8], color=f"C{i}", label=name)
+        for i, name in enumerate(families)
+    ]
+    handles.append(
+        Line2D([], [], ls="", marker="o", color="k", mfc="none", label="hollow: wrong")
+    )
+    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    for y in np.arange(len(names) - 1) + 0.5:
+        axes.axhline(y, color="0.85", lw=0.8)
+    axes.set(xlabel="effective samples per second")
+    figure.savefig(path, dpi=90, bbox_inches="tight")
+    plt.close(figure)
+
+
+# Steps, rows and chains
+
+
+def section_steps(args: argparse.Namespace) -> list[Row]:
+    sizes = [10**5] if args.quick else [10**4, 10**5, 10**6, 10**7]
+    rows = []
+    for n in sizes:
+        bare, ratios = step_cost.measure(n, args.repeats)
+        rows.append({"n": n, "bare step, µs": bare, **ratios})
+        rows[-1].pop("bare")
+        print(rows[-1], flush=True)
+        jax.clear_caches()
+    return rows
+
+
+def section_chains(args: argparse.Namespace) -> list[Row]:
+    """A draw of k vectorised chains; and bare gradients, of one batch or of k."""
+    data = step_cost.make_data(10**5)
+    kernel = MHBT(step_cost.model, c_n=20.0)
+    steps = 200
+
+    @jax.jit
+    def chains(state: Any, data: tuple) -> Any:
+        def one(state: Any, _: None) -> tuple[Any, None]:
+            return kernel.sample(state, data, {}), None
+
+        return lax.scan(one, state, None, length=steps)[0]
+
+    counts = (1, 16, 64) if args.quick else (1, 4, 16, 64, 256)
+    loops: dict[tuple[str, int], tuple[Callable, tuple]] = {}
+    for k in counts:
+        keys = random.split(random.key(1), k)
+        state = kernel.init(keys, 0, None, data, {})
+        loops["MHBT", k] = chains, (state, data)
+        for kind, own in (("gradient, own batch", True), ("one batch", False)):
+            loops[kind, k] = step_cost.many_gradients(data, k, own, steps)
+    for loop in loops.values():
+        step_cost.seconds(loop)  # compile
+    times = np.array(
+        [
+            [step_cost.seconds(loop) for loop in loops.values()]
+            for _ in range(args.repeats)
+        ]
+    )
+    place = {key: i for i, key in enumerate(loops)}
+    rows = []
+    for k in counts:
+        row: Row = {"chains": k}
+        for kind in ("MHBT", "gradient, own batch", "one batch"):
+            mine = times[:, place[kind, k]]
+            row[f"{kind}, µs"] = float(np.median(mine)) / steps * 1e6
+            row[f"{kind}, times one"] = float(
+                np.median(mine / times[:, place[kind, 1]])
+            )
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+# The first draw
+
+
+def section_first_draw(args: argparse.Namespace) -> list[Row]:
+    from first_draw import SYSTEMS
+
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in SYSTEMS}
+    for _ in range(args.repeats):
+        for name, results in found.items():
+            command = [sys.executable, str(HERE / "first_draw.py"), name]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            seconds, memory = done.stdout.split()[-2:]
+            results.append((float(seconds), float(memory)))
+    nuts = np.array(found["NUTS"])
+    rows = []
+    for name, results in found.items():
+        seconds, memory = np.array(results).T
+        rows.append(
+            {
+                "system": name,
+                "first draw, s": float(np.median(seconds)),
+                "ratio to NUTS": float(np.median(seconds / nuts[:, 0])),
+                "peak memory, MB": float(np.median(memory)),
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+# Two modes
+
+
+def section_modes(args: argparse.Namespace) -> list[Row]:
+    """Moves between the modes of a mixture, by mini-batches and by all rows."""
+    from gaussian_mixture import THETA, count_visits, mixture, model
+
+    n, c_n, seconds = 10**5, 20.0, 2.0 if args.quick else 20.0
+    x = mixture(*jnp.array(THETA)).sample(random.key(0), (n,))
+    batches, whole = (partial(model, batch_size=m) for m in (1000, n))
+    at_mode = init_to_value(
+        values=dict(zip(("theta_1", "theta_2"), THETA, strict=True))
+    )
+    kernels = {
+        "MHBT, m = 1000": (MHBT(batches, c_n=c_n), 1000),
+        "MHBT, all rows": (MHBT(whole, c_n=c_n), 20),
+        "NUTS, T = 1": (NUTS(full_data(whole), init_strategy=at_mode), 5),
+        "HMC, T = 1": (
+            HMC(
+                full_data(whole),
+                trajectory_length=None,
+                num_steps=10,
+                init_strategy=at_mode,
+            ),
+            5,
+        ),
+    }
+    runs = {}
+    for name, (kernel, draws) in kernels.items():
+        problem = Problem("two modes", batches, (x,))
+        runs[name] = Run.begin(of_kernel(name, "", kernel, problem, draws, 100))
+        print(f"  {name}: started in {runs[name].start:.1f} s", flush=True)
+    for _ in range(args.repeats):
+        for run in runs.values():
+            run.go_on(seconds / args.repeats)
+    rows = []
+    for name, run in runs.items():
+        theta_2 = np.concatenate(run.draws)[:, 1]
+        moves, total = count_visits(theta_2[None]), sum(run.seconds)
+        rows.append(
+            {
+                "sampler": name,
+                "moves": moves,
+                "moves per second": moves / total,
+                "share of the mode θ2 > 0": float(np.mean(theta_2 > 0)),
+                "draws": len(theta_2),
+                "seconds": total,
+            }
+        )
+        print(rows[-1], flush=True)
+    jax.clear_caches()
+    return rows
+
+
+def section_network(args: argparse.Namespace) -> list[Row]:
+    import training_cost
+
+    if not args.data:
+        return []
+    row = training_cost.measure(args.data / "mnist.npz", repeats=args.repeats)
+    print(row, flush=True)
+    return [row]
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    "steps": section_steps,
+    "chains": section_chains,
+    "first-draw": section_first_draw,
+    "modes": section_modes,
+    "network": section_network,
+    "speed": section_speed,
+}
+
+
+def cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return "not yet" if value == np.inf else f"{value:.3g}"
+
+
+def publish(args: argparse.Namespace, name: str, rows: list[Row]) -> None:
+    """A table in Markdown, and the figures in the file of all results."""
+    path = args.out / "results.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results["machine"] = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "jax": jax.__version__,
+        "numpyro": numpyro.__version__,
+    }
+    results[name] = rows
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    if rows:
+        lines = [
+            f"| {' | '.join(rows[0])} |",
+            "| --- " * len(rows[0]) + "|",
+            *(f"| {' | '.join(map(cell, row.values()))} |" for row in rows),
+        ]
+        (args.out / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
+    parser.add_argument("--data", type=Path, help="folder of the real data")
+    parser.add_argument("--quick", action="store_true", help="a few minutes")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.only:
+        print(f"== {name}", flush=True)
+        publish(args, name, SECTIONS[name](args))
+
+
+if __name__ == "__main__":
+    main()
