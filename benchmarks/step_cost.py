@@ -128,8 +128,8 @@ def measure(n: int, repeats: int) -> tuple[float, dict[str, float]]:
         [[seconds(loop) for loop in loops.values()] for _ in range(repeats)]
     )
     ratios = np.median(times / times[:, :1], axis=0)
-    bare = np.median(times[:, 0]) / STEPS * 1e6
-    return bare, dict(zip(loops, ratios, strict=True))
+    bare = float(np.median(times[:, 0])) / STEPS * 1e6
+    return bare, dict(zip(loops, ratios.tolist(), strict=True))
 
 
 def main() -> None:

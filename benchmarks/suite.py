@@ -49,7 +49,7 @@ from models import (
 )
 import numpy as np
 import numpyro
-from numpyro.infer import HMC, NUTS, init_to_value
+from numpyro.infer import HMC, MCMC, NUTS, init_to_value
 from reference import Reference, find_reference
 from samplers import Sampler, every_sampler, of_kernel
 import step_cost
@@ -255,8 +255,8 @@ def section_steps(args: argparse.Namespace) -> list[Row]:
     rows = []
     for n in sizes:
         bare, ratios = step_cost.measure(n, args.repeats)
+        del ratios["bare"]
         rows.append({"n": n, "bare step, µs": bare, **ratios})
-        rows[-1].pop("bare")
         print(rows[-1], flush=True)
         jax.clear_caches()
     return rows
@@ -306,6 +306,54 @@ def section_chains(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def section_loop(args: argparse.Namespace) -> list[Row]:
+    """
+    A step inside ``MCMC.run``, with and without a progress bar.
+
+    NumPyro compiles its loop anew in each run, so a long run less a short one counts.
+    """
+    problem = logistic(10**5)
+    short = 1000
+    runs = {}
+    for bar in (False, True):
+        for k in (1, 10):
+            kernel = MHBT(problem.model, c_n=20.0, steps_per_draw=k)
+            mcmc = MCMC(
+                kernel,
+                num_warmup=100,
+                num_samples=short,
+                progress_bar=bar,
+                jit_model_args=True,
+            )
+            mcmc.warmup(random.key(0), *problem.args)
+            more = 5000 * k if bar else 50_000
+            runs[f"{'bar' if bar else 'no bar'}, steps_per_draw={k}"] = mcmc, k, more
+
+    def seconds(mcmc: MCMC, draws: int) -> float:
+        mcmc.num_samples = draws
+        begin = time.perf_counter()
+        mcmc.run(random.key(1), *problem.args)
+        jax.block_until_ready(mcmc.get_samples())
+        return time.perf_counter() - begin
+
+    measured = np.array(
+        [
+            [
+                (seconds(mcmc, (short + more) // k) - seconds(mcmc, short // k)) / more
+                for mcmc, k, more in runs.values()
+            ]
+            for _ in range(args.repeats)
+        ]
+    )
+    rows = []
+    for name, mine in zip(runs, measured.T, strict=True):
+        row = {"run": name, "step, µs": float(np.median(mine)) * 1e6}
+        row["ratio"] = float(np.median(mine / measured[:, 0]))
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
 # The first draw
 
 
@@ -340,7 +388,13 @@ def section_first_draw(args: argparse.Namespace) -> list[Row]:
 
 def section_modes(args: argparse.Namespace) -> list[Row]:
     """Moves between the modes of a mixture, by mini-batches and by all rows."""
-    from gaussian_mixture import THETA, count_visits, mixture, model
+    from gaussian_mixture import (
+        THETA,
+        count_visits,
+        mixture,
+        model,
+        tempered_log_posterior,
+    )
 
     n, c_n, seconds = 10**5, 20.0, 2.0 if args.quick else 20.0
     x = mixture(*jnp.array(THETA)).sample(random.key(0), (n,))
@@ -351,6 +405,7 @@ def section_modes(args: argparse.Namespace) -> list[Row]:
     kernels = {
         "MHBT, m = 1000": (MHBT(batches, c_n=c_n), 1000),
         "MHBT, all rows": (MHBT(whole, c_n=c_n), 20),
+        # At T = 1 the share is one half, too.
         "NUTS, T = 1": (NUTS(full_data(whole), init_strategy=at_mode), 5),
         "HMC, T = 1": (
             HMC(
@@ -370,6 +425,9 @@ def section_modes(args: argparse.Namespace) -> list[Row]:
     for _ in range(args.repeats):
         for run in runs.values():
             run.go_on(seconds / args.repeats)
+    grid = ((-3.5, 5.5, 90), (-6.0, 6.0, 90))
+    log_p = np.asarray(tempered_log_posterior(x, n / c_n, grid))
+    mass = np.exp(log_p - log_p.max()).sum(1)
     rows = []
     for name, run in runs.items():
         theta_2 = np.concatenate(run.draws)[:, 1]
@@ -380,6 +438,7 @@ def section_modes(args: argparse.Namespace) -> list[Row]:
                 "moves": moves,
                 "moves per second": moves / total,
                 "share of the mode θ2 > 0": float(np.mean(theta_2 > 0)),
+                "by quadrature": float(mass[45:].sum() / mass.sum()),
                 "draws": len(theta_2),
                 "seconds": total,
             }
@@ -402,6 +461,7 @@ def section_network(args: argparse.Namespace) -> list[Row]:
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "steps": section_steps,
     "chains": section_chains,
+    "loop": section_loop,
     "first-draw": section_first_draw,
     "modes": section_modes,
     "network": section_network,
