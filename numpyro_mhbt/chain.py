@@ -120,11 +120,19 @@ def _first_point(
             unit = random.normal(key_init, expanded.z.shape, expanded.z.dtype)
             return expanded.z + 2 * spread @ unit
     z = initial_params(key_init, settings, data, batch)
+    flat, unravel = ravel_pytree(z)
     if settings.init_strategy is None and num_warmup and is_subsampled(data.plates):
         # Far out the noise of batches is so loud that hardly a step is accepted. Each
         # chain climbs on its own, so that several modes are still found.
-        return climb(key_climb, z, settings, data, setup.temperature, _CLIMB_STEPS)
-    return ravel_pytree(z)[0]
+        temperature = setup.temperature.astype(flat.dtype)
+        top = climb(key_climb, z, settings, data, temperature, _CLIMB_STEPS)
+        there = evaluator(settings, data, unravel, temperature, setup.shared)(
+            top, batch
+        )
+        # A climb can end beyond what floats can hold.
+        safe = jnp.isfinite(there.value) & jnp.all(jnp.isfinite(there.grad))
+        return jnp.where(safe, top, flat)
+    return flat
 
 
 def next_draw(

@@ -46,12 +46,13 @@ class _on_rows(Messenger):
             name, (size, subsample_size) = msg["name"], msg["args"]
             if subsample_size is None:
                 return
-            if not 0 < subsample_size <= size:
+            rows = self.rows(name, size)
+            whole = rows is not None and rows.shape[0] == size
+            if not (whole or 0 < subsample_size <= size):
                 raise ValueError(
                     f"plate '{name}' has subsample_size={subsample_size}, which must "
                     f"lie between 1 and its size {size}."
                 )
-            rows = self.rows(name, size)
             if rows is not None:
                 msg["args"], msg["value"] = (size, rows.shape[0]), rows
         elif msg["type"] == "subsample" and msg["value"] is None:

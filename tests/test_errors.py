@@ -5,6 +5,7 @@ import re
 
 import jax
 from jax import random
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -247,6 +248,15 @@ def test_init_params_without_density(method):
             num_chains=2,
             init_params={"top": jnp.array([9.0, 0.0])},
         )
+
+
+def test_start_where_a_climb_ended_without_density(monkeypatch):
+    """The point it began at is known to have one."""
+    away = lambda key, z, *rest: jnp.full_like(ravel_pytree(z)[0], jnp.inf)  # noqa: E731
+    monkeypatch.setattr("numpyro_mhbt.chain.climb", away)
+    kernel = MHBT(masked, temperature=5)
+    state = kernel.init(random.key(0), 10, None, (X, Y), {})
+    assert jnp.isfinite(state.log_density) and jnp.all(jnp.isfinite(state.z_grad))
 
 
 def test_init_strategy_without_density():

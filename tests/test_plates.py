@@ -1,11 +1,16 @@
-"""The batch draw is uniform without replacement, at any size."""
+"""The batch draw is uniform without replacement, at any size; plates made whole."""
 
 import jax
 from jax import random
+import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import Predictive
 import pytest
 from scipy import stats
 
+from numpyro_mhbt import full_data
 from numpyro_mhbt.plates import _SORT_BELOW, draw_rows
 
 
@@ -66,3 +71,16 @@ def test_differences_of_neighbours_are_uniform(n):
     expected = np.bincount(bins, minlength=50) / (n - 1) * gaps.size
     assert stats.chisquare(counts, expected).pvalue > 1e-4
     assert np.mean(gaps == 1) == pytest.approx(1 / n, abs=5 / np.sqrt(n * gaps.size))
+
+
+def test_prediction_for_fewer_rows_than_a_batch():
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        with numpyro.plate("N", len(x), subsample_size=100):
+            xb = numpyro.subsample(x, event_dim=0)
+            yb = numpyro.subsample(y, event_dim=0)
+            numpyro.sample("y", dist.Normal(w * xb, 0.1), obs=yb)
+
+    draws = {"w": jnp.array([1.0, 2.0])}
+    y = Predictive(full_data(model), draws)(random.key(0), jnp.array([1.0, 10.0]))["y"]
+    assert np.allclose(y, [[1, 10], [2, 20]], atol=1)
