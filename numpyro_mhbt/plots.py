@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 from jax.scipy.stats import gaussian_kde
 import numpy as np
 from numpyro.diagnostics import effective_sample_size
@@ -38,10 +37,7 @@ from numpyro.infer import MCMC
 
 from numpyro_mhbt.adaptation import acceptance_ceiling
 from numpyro_mhbt.convert import finished, temperature_of
-from numpyro_mhbt.plates import first_rows
-from numpyro_mhbt.posterior import data_and_latent, log_posterior, unconstrained
-from numpyro_mhbt.setup import jit_data, replay
-from numpyro_mhbt.target import Data
+from numpyro_mhbt.posterior import data_and_latent, tempered_log_density
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,29 +77,12 @@ def plot_contours(
     if len(scalars) != 2:
         raise ValueError(f"plot_contours needs two coordinates, got {list(scalars)}.")
     x, y = (_grid(draws, grid_size) for draws in scalars.values())
-    pairs = dict(
-        zip(scalars, (axis.ravel() for axis in np.meshgrid(x, y)), strict=True)
-    )
     at = {k: np.repeat(v.mean(0)[None], grid_size**2, 0) for k, v in latent.items()}
-    for name, values in pairs.items():
+    for name, values in zip(scalars, np.meshgrid(x, y), strict=True):
         site, index = _place(name)
-        at[site][(..., *index)] = values
-    points, unravel = unconstrained(settings, data, at)
-    prior, likelihood = log_posterior(settings, data, points, unravel, "Contours")
+        at[site][(..., *index)] = values.ravel()
     heat = temperature_of(state)
-    density = likelihood / heat + (prior / heat if settings.temper_prior else prior)
-
-    def constrain(data: Data, points: jax.Array) -> Any:
-        rows = first_rows(data.plates)
-        one = lambda z: replay(settings.model, data, rows, unravel(z))  # noqa: E731
-        return jax.vmap(one)(points)
-
-    # Values outside the support do not come back from unconstrained space.
-    back = jit_data(constrain)(data, points)
-    for name, values in pairs.items():
-        site, _ = _place(name)
-        error = np.abs(np.asarray(back[site]) - at[site]).reshape(len(values), -1)
-        density[~(error.max(1) < 0.01 * np.ptp(values) / grid_size)] = np.nan
+    density = tempered_log_density(settings, data, at, heat, "Contours")
     if np.isnan(density).mean() > 0.9:
         raise ValueError(f"{list(scalars)} cannot vary while other coordinates stay.")
 
@@ -114,10 +93,8 @@ def plot_contours(
     levels = _levels(density.compressed())
     style: dict[str, Any] = {"colors": "black", "linewidths": 1, "linestyles": "solid"}
     lines = ax.contour(x, y, density, levels, **style)
-    names = {
-        level: f"{100 * mass:g}%" for level, mass in zip(levels, _MASSES, strict=True)
-    }
-    ax.clabel(lines, fmt=names, fontsize=8)
+    names = (f"{100 * mass:g}%" for mass in _MASSES)
+    ax.clabel(lines, fmt=dict(zip(levels, names, strict=True)), fontsize=8)
     others = sum(v[0].size for v in latent.values()) - 2
     label = f"50, 90, 99% of the posterior of all rows at T = {heat:.4g}"
     label += f"\n({others} other coordinates at their mean)" if others else ""

@@ -23,7 +23,7 @@ from numpyro_mhbt.passes import _MEMORY, gains, groups_of, sum_over_rows
 from numpyro_mhbt.plates import first_rows, with_rows
 from numpyro_mhbt.prepare import Programs, expand
 from numpyro_mhbt.settings import Settings
-from numpyro_mhbt.setup import jit_data, read
+from numpyro_mhbt.setup import jit_data, read, replay
 from numpyro_mhbt.state import MHBTState
 from numpyro_mhbt.target import Data, log_terms
 from numpyro_mhbt.temperature import MAX_DIM, Curvature
@@ -201,6 +201,37 @@ def log_posterior(
             width=_MEMORY // few_batches(group),
         )
     return prior, likelihood
+
+
+def tempered_log_density(
+    settings: Settings, data: Data, at: dict[str, Any], temperature: float, what: str
+) -> np.ndarray:
+    """
+    Of constrained values, up to a constant; NaN outside the support.
+
+    :param at: values of latent sites, one for each point.
+    """
+    points, unravel = unconstrained(settings, data, at)
+    prior, likelihood = log_posterior(settings, data, points, unravel, what)
+    prior = prior / temperature if settings.temper_prior else prior
+
+    def constrain(data: Data, points: jax.Array) -> dict[str, jax.Array]:
+        def one(z: jax.Array) -> dict[str, jax.Array]:
+            named = replay(settings.model, data, first_rows(data.plates), unravel(z))
+            return {name: named[name] for name in at}
+
+        return jax.vmap(one)(points)
+
+    # Values outside the support do not come back from unconstrained space. (Nor do some
+    # means, as of Cholesky factors, but near enough to stand for what stays the same.)
+    back = jit_data(constrain)(data, points)
+    inside = np.ones(len(points), bool)
+    for name, values in at.items():
+        if np.ptp(values, axis=0).any():
+            near = {"rtol": 1e-3, "atol": 1e-3 * np.ptp(values)}
+            close = np.isclose(back[name], values, **near)
+            inside &= close.reshape(len(points), -1).all(axis=1)
+    return np.where(inside, likelihood / temperature + prior, np.nan)
 
 
 def _rescaled(
