@@ -46,7 +46,7 @@ _MASSES = (0.99, 0.9, 0.5)
 _SHOWN = 5000  # draws
 _BLOCKS, _BLOCK = 50, 50
 _SOME = 20  # coordinates
-_LOWER_MODE = 0.05  # of the height of the other; less is a tail
+_LOWER_MODE = 0.1  # of the height of the other; less is a tail
 _VALLEY = 0.8  # of the height of the lower mode
 _DRAW = "draw, counted from the start of warm-up"
 
@@ -258,9 +258,8 @@ def plot_temperatures(
     for run in runs:
         for name, draws in _scalars(_draws(run), var_names, 5).items():
             squares = (draws - draws.mean()) ** 2
-            ess = min(float(effective_sample_size(squares)), draws.size)
             sd = squares.mean() ** 0.5
-            error = squares.std() / ess**0.5 / (2 * sd)
+            error = squares.std() / _ess(squares) ** 0.5 / (2 * sd)
             spreads.setdefault(name, []).append((sd, error / sd))
     ax = _new(ax)
     for name, found in spreads.items():
@@ -277,7 +276,8 @@ def plot_temperatures(
         xlabel="temperature T",
         ylabel=f"spread over that at T = {heat[0]:.4g}, ± 2 errors",
     )
-    ax.yaxis.set_major_formatter("{x:g}")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter("{x:g}")
     return _with_legend(ax)
 
@@ -388,6 +388,10 @@ def _grid(draws: np.ndarray, size: int) -> np.ndarray:
     return np.linspace(low - margin, high + margin, size)
 
 
+def _ess(draws: np.ndarray) -> float:
+    return min(float(effective_sample_size(draws)), draws.size)
+
+
 def _levels(log_density: np.ndarray) -> list[float]:
     """Heights that bound the regions of highest density, rising."""
     ranked = np.sort(log_density)[::-1]
@@ -401,8 +405,9 @@ def _valley(draws: np.ndarray) -> tuple[float, float]:
     grid = np.linspace(some.min(), some.max(), 256)
     if some.min() == some.max():
         return float(grid[0]), 1.0
-    # Narrower than the rule for one mode, which would blur two.
-    width = 0.5 * len(some) ** -0.2
+    # Wide enough for what the draws are worth, so that a chain that lingers is no mode;
+    # yet narrower than the rule for one mode, which would blur two.
+    width = 0.5 * np.clip(np.nan_to_num(_ess(draws)), 4, draws.size) ** -0.2
     density = np.asarray(gaussian_kde(some, bw_method=width)(grid))
     left = np.maximum.accumulate(density)
     right = np.maximum.accumulate(density[::-1])[::-1]

@@ -14,6 +14,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 import pytest
 from scipy import optimize, stats
+from scipy.signal import lfilter
 import xarray as xr
 
 from numpyro_mhbt import MHBT, plots
@@ -191,6 +192,14 @@ def test_one_mode_is_not_split_by_a_far_draw():
     draws[0, 0] = 30
     ax = plots.plot_modes(posterior(x=draws))
     assert ax.get_legend().get_title().get_text() == "one mode seen"
+
+
+def test_one_mode_is_not_split_where_chains_linger():
+    noise = np.random.default_rng(0).normal(size=(20, 2, 3000))
+    for run in lfilter([1.0], [1.0, -0.95], noise):
+        ax = plots.plot_modes(posterior(x=run))
+        assert ax.get_legend().get_title().get_text() == "one mode seen"
+        plt.close("all")
 
 
 def test_acceptance_by_kind_below_its_ceiling():
