@@ -196,7 +196,7 @@ def test_one_mode_is_not_split_by_a_far_draw():
 
 def test_one_mode_is_not_split_where_chains_linger():
     noise = np.random.default_rng(0).normal(size=(20, 2, 3000))
-    for run in lfilter([1.0], [1.0, -0.95], noise):
+    for run in lfilter([1.0], [1.0, -0.99], noise):
         ax = plots.plot_modes(posterior(x=run))
         assert ax.get_legend().get_title().get_text() == "one mode seen"
         plt.close("all")
