@@ -334,6 +334,8 @@ def plot(results: list[dict], path: str) -> None:
     settings = list(by_setting(results))
     for method in ("RSGLD", "SGD", "SGLD"):
         mine = sorted((rate, runs) for name, rate, runs in settings if name == method)
+        if not mine:
+            continue
         rates = [rate for rate, _ in mine]
         lowest = [min(min(r["error"]) for r in runs) for _, runs in mine]
         style = {"RSGLD": "o-", "SGD": "s--", "SGLD": "^:"}[method]
@@ -362,7 +364,7 @@ def plot(results: list[dict], path: str) -> None:
     d.plot([], [], "k:", label="backward")
     d.set(xlabel="epoch", ylabel="mean acceptance", title="(d) acceptance of RSGLD")
     d.legend(fontsize=8)
-    for axis in a, b:
+    for axis in a, b, c:
         for ticks in axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter:
             ticks(ScalarFormatter())
     figure.tight_layout()
