@@ -207,7 +207,7 @@ def tuna(problem: Problem, exact: Reference, effort: int) -> Iterator[Sampler]:
         return
     log_likelihood, bounds = known[kind]
     root = jnp.asarray(np.linalg.cholesky(exact.covariance), jnp.float32)
-    settings = ((0.3, 1e-5), (0.1, 1e-5), (0.3, 1e-4))
+    settings = ((0.1, 0.01), (0.05, 0.01), (0.1, 0.003))
     for length, chi in settings[: 3 if effort else 1]:
         walk = Tuna(
             lambda w: -jnp.sum(w**2) / 2,
@@ -227,7 +227,7 @@ def tuna(problem: Problem, exact: Reference, effort: int) -> Iterator[Sampler]:
                 w = step(key_step, w)[0]
                 return (w, key), w
 
-            return lax.scan(one, carry, None, length=500)
+            return lax.scan(one, carry, None, length=200)
 
         begin = jnp.asarray(exact.mode, jnp.float32), random.key(1)
         name = f"moves of {length:g} sd, χ = {chi:g}"

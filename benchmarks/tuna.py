@@ -23,7 +23,7 @@ from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
-_CHUNK = 64
+_CHUNK = 512
 
 
 class Tuna(NamedTuple):

@@ -11,7 +11,7 @@ copyright = "the authors of numpyro_mhbt"
 release = version = numpyro_mhbt.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "benchmarks"]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 
