@@ -235,7 +235,15 @@ def plot_speed(rows: list[Row], path: Path) -> None:
         for i, name in enumerate(families)
     ]
     handles.append(
-        Line2D([], [], ls="", marker="o", color="k", mfc="none", label="hollow: wrong")
+        Line2D(
+            [],
+            [],
+            ls="",
+            marker="o",
+            color="k",
+            mfc="none",
+            label="hollow: too far off",
+        )
     )
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.set_yticks(range(len(names)), names)

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.util import not_jax_tracer
 
-from numpyro_mhbt.plates import Batch, Plate, first_rows, plates_of
+from numpyro_mhbt.plates import Batch, Plate, few_batches, first_rows, plates_of
 from numpyro_mhbt.target import Data, by_row, site_log_probs
-
-_CHUNK, _LEAST, _FEW = 2**14, 256, 16
 
 
 def check_sites(
@@ -98,9 +96,7 @@ def nan_rows(
 def _nan_rows(
     model: Callable, data: Data, z: dict[str, Any], others: Batch, plate: Plate
 ) -> dict[str, jax.Array]:
-    # What fits in memory for a batch should do so for a few of them.
-    few = max(_FEW * plate.subsample_size, _LEAST)
-    chunk = min(plate.size, max(plate.subsample_size, min(few, _CHUNK)))
+    chunk = min(plate.size, few_batches([plate]))
 
     def first_nan(start: jax.Array) -> dict[str, jax.Array]:
         rows = start + jnp.arange(chunk)

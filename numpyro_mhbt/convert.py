@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 import warnings
 
@@ -64,7 +65,8 @@ def to_arviz(
     ``az.from_numpyro`` makes the groups ``posterior``, ``sample_stats`` and
     ``observed_data`` of it, with dimensions named after plates. Added are the
     attributes ``temperature`` and ``c_n`` of the posterior and, if asked for, groups
-    with a number for each draw and row, which are computed in chunks.
+    with a number for each draw and row, which are computed in chunks. In names of flax
+    modules "." stands for "/".
 
     Draws from T > 1 are not those of the posterior, and neither are summaries and LOO
     made of them: a ``UserWarning`` says so.
@@ -104,7 +106,8 @@ def to_arviz(
     """
     settings, state = finished(mcmc, "to_arviz")
     _warn_of_heat(mcmc, settings, state)
-    found = import_arviz().from_numpyro(mcmc, log_likelihood=False, **kwargs)
+    named = _without_slashes(mcmc)
+    found = import_arviz().from_numpyro(named, log_likelihood=False, **kwargs)
     if thin > 1:
         found = found.isel(draw=slice(None, None, thin))
     temperature = temperature_of(state)
@@ -123,6 +126,15 @@ def to_arviz(
         values = predict(model, draws, *mcmc._args, rng_key=key, **options)
         _add_group(found, "posterior_predictive", values)
     return found
+
+
+def _without_slashes(mcmc: MCMC) -> MCMC:
+    """The run with "." for "/" in names, which ArviZ 1.x takes for a path of groups."""
+    field, states = mcmc.sampler.sample_field, mcmc._states
+    named = {name.replace("/", "."): draws for name, draws in states[field].items()}
+    run = copy(mcmc)
+    run._states, run._states_flat = {**states, field: named}, None
+    return run
 
 
 def _add_group(found: Any, group: str, values: dict[str, np.ndarray]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 import math
 from typing import Any
 
@@ -16,12 +16,11 @@ from numpyro.infer.util import log_likelihood as on_rows
 from tqdm.auto import tqdm
 
 from numpyro_mhbt.passes import PATIENCE
-from numpyro_mhbt.plates import Batch, Plate, plates_of, with_rows
+from numpyro_mhbt.plates import Batch, Plate, few_batches, plates_of, with_rows
 from numpyro_mhbt.setup import jit_data, read
 from numpyro_mhbt.target import Data
 
 _AT_ONCE = 2**24  # numbers returned
-_CHUNK, _LEAST, _FEW = 2**14, 256, 16
 
 
 def log_likelihood(
@@ -124,12 +123,6 @@ def predict(
 
 def _is_observed(site: dict[str, Any]) -> bool:
     return site["type"] == "sample" and site["is_observed"]
-
-
-def few_batches(group: Iterable[Plate]) -> int:
-    """Rows at once: what fits in memory for a batch should do so for a few of them."""
-    batch = math.prod(plate.subsample_size for plate in group)
-    return max(batch, min(max(_FEW * batch, _LEAST), _CHUNK))
 
 
 def _in_chunks(

@@ -12,10 +12,9 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from numpyro_mhbt.control import Reference, remainder
-from numpyro_mhbt.plates import Plate, Rows
+from numpyro_mhbt.plates import Plate, Rows, few_batches
 from numpyro_mhbt.target import Data, log_terms
 
-_CHUNK = 2**14
 _MIN_CHUNK = 64
 _MEMORY = 2**22
 PATIENCE = 2.0  # seconds before a bar is shown
@@ -40,7 +39,8 @@ def sum_over_rows(
     :param what: said beside the progress bar.
     :param width: numbers that the program holds for each row.
     """
-    sizes = _chunk_sizes(group, max(min(_MEMORY // width, _CHUNK), _MIN_CHUNK))
+    room = min(_MEMORY // width, few_batches(group))
+    sizes = _chunk_sizes(group, max(room, _MIN_CHUNK))
     result = None
     starts = list(_starts(group, sizes))
     for start in tqdm(starts, desc=what, delay=PATIENCE, leave=False):

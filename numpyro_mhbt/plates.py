@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ Batch = Mapping[str, jax.Array]
 _SORT_BELOW = 512
 _ROUNDS = 6
 _POOL = 2**12
+_CHUNK, _LEAST, _FEW = 2**14, 2**11, 16
 
 
 class Plate(NamedTuple):
@@ -179,6 +181,12 @@ def pool(plates: tuple[Plate, ...]) -> Batch:
     sizes = (min(p.size, max(p.subsample_size, room)) for p in plates)
     wide = (p._replace(subsample_size=m) for p, m in zip(plates, sizes, strict=True))
     return draw_batch(random.key(1), tuple(wide))
+
+
+def few_batches(group: Iterable[Plate]) -> int:
+    """Rows at once: what fits in memory for a batch should do so for a few of them."""
+    batch = math.prod(plate.subsample_size for plate in group)
+    return max(batch, min(max(_FEW * batch, _LEAST), _CHUNK))
 
 
 def next_batch(

@@ -18,8 +18,7 @@ from numpyro.infer.util import unconstrain_fn
 
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.convert import finished, import_arviz, param_values, temperature_of
-from numpyro_mhbt.likelihood import few_batches
-from numpyro_mhbt.passes import _MEMORY, gains, groups_of, sum_over_rows
+from numpyro_mhbt.passes import gains, groups_of, sum_over_rows
 from numpyro_mhbt.plates import first_rows, with_rows
 from numpyro_mhbt.prepare import Programs, expand
 from numpyro_mhbt.settings import Settings
@@ -198,7 +197,7 @@ def log_posterior(
             points,
             group=group,
             what=what,
-            width=_MEMORY // few_batches(group),
+            width=1,
         )
     return prior, likelihood
 

@@ -16,7 +16,7 @@ from numpyro.infer import MCMC, NUTS, Predictive, init_to_uniform, init_to_value
 from numpyro.infer import log_likelihood as numpyro_log_likelihood
 import pytest
 
-from numpyro_mhbt import MHBT, Taylor, full_data, likelihood, to_arviz
+from numpyro_mhbt import MHBT, Taylor, full_data, plates, to_arviz
 
 with warnings.catch_warnings():  # 0.23 announces 1.0
     warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
@@ -270,7 +270,7 @@ def convert_grouped(seed=0, **options):
         pytest.warns(UserWarning, match=says) as caught,
     ):
         # Several chunks, the last of which reaches back.
-        patch.setattr(likelihood, "_CHUNK", 30)
+        patch.setattr(plates, "_CHUNK", 30)
         idata = to_arviz(mcmc, rng_key=random.key(seed), **options)
     (warning,) = caught
     assert warning.filename == __file__
@@ -442,3 +442,18 @@ def test_what_cannot_be_converted_is_refused():
     nuts = MCMC(NUTS(logistic), num_warmup=1, num_samples=1)
     with pytest.raises(TypeError, match="to_arviz needs a run of MHBT"):
         to_arviz(nuts)
+
+
+def test_names_of_flax_modules():
+    """ArviZ 1.x would take the slash for a path."""
+
+    def model(y):
+        mu = numpyro.sample("net/mu", dist.Normal(0, 1))
+        with numpyro.plate("N", len(y), subsample_size=BATCH) as rows:
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y[rows])
+
+    mcmc = run(model, X[:, 0], temperature=1.0)
+    found = to_arviz(mcmc, log_likelihood=True)
+    draws = mcmc.get_samples(group_by_chain=True)["net/mu"]
+    assert np.array_equal(found["posterior"]["net.mu"], draws)
+    assert found["log_likelihood"]["y"].shape == (*draws.shape, ROWS)

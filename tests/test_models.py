@@ -303,7 +303,7 @@ def test_average_over_all_batches_is_the_log_density_of_all_rows(model, args, kw
 )
 def test_pass_over_all_rows_in_chunks(model, args, kwargs, monkeypatch):
     """Chunks of two or three rows, the last one reaching back."""
-    monkeypatch.setattr(passes, "_CHUNK", 0)
+    monkeypatch.setattr(passes, "few_batches", lambda group: 0)
     monkeypatch.setattr(passes, "_MIN_CHUNK", 3)
     data, _ = read(model, args, kwargs)
     kernel = MHBT(model, temperature=1.0, control_variate=Taylor(order=2))

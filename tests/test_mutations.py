@@ -155,15 +155,15 @@ MUTANTS = {
     ),
     "weights to the wrong power": (
         "posterior.py",
-        "(1 - 1 / temperature) * _log_density",
-        "(1 / temperature) * _log_density",
+        "(1 - 1 / temperature) * tempered",
+        "(1 / temperature) * tempered",
         "tests/test_untemper.py::test_weights_lead_to_the_conjugate_posterior"
         "[5.0-True]",
     ),
     "weights without the prior": (
         "posterior.py",
-        "terms.prior if settings.temper_prior else 0.0",
-        "0.0",
+        "likelihood + prior if settings.temper_prior else likelihood",
+        "likelihood",
         "tests/test_untemper.py::test_weights_lead_to_the_conjugate_posterior"
         "[5.0-True]",
     ),

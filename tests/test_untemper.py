@@ -130,16 +130,16 @@ def test_rows_in_memory_are_those_of_a_few_batches():
 
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
-        with numpyro.plate("N", len(y), subsample_size=20) as rows:
+        with numpyro.plate("N", len(y), subsample_size=200) as rows:
             seen.append(rows.shape[0])
             numpyro.sample("y", dist.Normal(mu, 1), obs=y[rows])
 
-    y = random.normal(random.key(0), (5000,))
+    y = random.normal(random.key(0), (8000,))
     mcmc = run(model, y, 500, temperature=1.5)
     seen.clear()
     untemper(mcmc)
     log_likelihood(model, {"mu": jnp.zeros(3)}, y)
-    assert max(seen) == 320
+    assert max(seen) == 16 * 200
 
 
 def test_weights_that_collapse_are_refused():
