@@ -493,7 +493,11 @@ def publish(args: argparse.Namespace, name: str, rows: list[Row]) -> None:
         "jax": jax.__version__,
         "numpyro": numpyro.__version__,
     }
-    results[name] = rows
+    # JSON has no infinity.
+    results[name] = [
+        {key: None if value == np.inf else value for key, value in row.items()}
+        for row in rows
+    ]
     path.write_text(json.dumps(results, indent=1) + "\n")
     if rows:
         lines = [
