@@ -336,15 +336,20 @@ def warn_of_setup(settings: Settings, setup: Setup, hidden: Collection[str]) -> 
 
 def warn_of_state(
     settings: Settings, data: Data, i: jax.Array, state: MHBTState
-) -> None:
-    """Say what is wrong, if anything, at the end of warm-up and at times after it."""
+) -> MHBTState:
+    """
+    Say what is wrong, if anything, at the end of warm-up and at times after it.
+
+    :return: the state, which must be used, or nothing is said.
+    """
     shared = state.shared
     num_warmup = state.adapt_state.num_warmup
     draws = i - num_warmup
     now = (draws == 0) & (num_warmup > 0)
     for count in _LOOK_AT:
         now |= draws == count
-    _say(
+    said = _say(
+        state.i,
         now,
         partial(_look, settings),
         state.temperature,
@@ -357,18 +362,31 @@ def warn_of_state(
             lambda: jnp.any(fingerprint(data) != shared.fingerprint),
             lambda: jnp.array(False),
         )
-        _say(changed, _complain_of_data)
+        said = _say(said, changed, _complain_of_data)
+    return state._replace(i=said)
 
 
-def _say(now: jax.Array, what: Callable, *values: jax.Array) -> None:
-    """Call ``what`` on the host if ``now``."""
+def _say(i: jax.Array, now: jax.Array, what: Callable, *values: jax.Array) -> jax.Array:
+    """
+    ``i``, once ``what`` was called on the host if ``now``.
 
-    def call(now: np.ndarray, *values: np.ndarray) -> None:
+    Not by ``jax.debug.callback``: JAX calls programs with side effects by way of
+    Python, which would take a millisecond for each draw under a progress bar.
+    """
+
+    def call(i: np.ndarray, now: np.ndarray, *values: np.ndarray) -> np.ndarray:
         # A branch that was mapped over chains cannot keep others from coming here.
         if np.all(now):
             what(*values)
+        return i
 
-    lax.cond(now, partial(jax.debug.callback, call), lambda *_: None, now, *values)
+    ask = partial(
+        jax.pure_callback,
+        call,
+        jax.ShapeDtypeStruct(i.shape, i.dtype),
+        vmap_method="broadcast_all",
+    )
+    return lax.cond(now, ask, lambda i, *_: i, i, now, *values)
 
 
 def _complain_of_data() -> None:

@@ -237,8 +237,7 @@ class MHBT(MCMCKernel):
             state = state._replace(adapt_state=adapt_state)
             if self._settings.step_size_schedule is None:
                 state = state._replace(step_size=adapt_state.step_size)
-        warn_of_state(self._settings, data, i, state)
-        return state
+        return warn_of_state(self._settings, data, i, state)
 
     def refresh(
         self, state: MHBTState, model_args: tuple, model_kwargs: dict[str, Any] | None

@@ -376,7 +376,8 @@ def run_noisy(method, num_chains):
 def test_loud_noise_is_told_when_warmup_ends(method, num_chains):
     _, messages = run_noisy(method, num_chains)
     # Chains that do not know of each other speak for themselves.
-    assert len(messages) == (1 if method == "vectorized" else num_chains)
+    apart = method in ("sequential", "parallel")
+    assert len(messages) == (num_chains if apart else 1)
     for message in messages:
         assert "nois" in message
         assert "subsample_size" in message
