@@ -221,7 +221,8 @@ def test_paper_noise_has_the_same_target():
         steps_per_draw=5,
         **FIXED,
     )
-    Exact(3.0).assert_sampled_by(kernel)
+    # It mixes poorly, and chains start at batches that know nothing of the point.
+    Exact(3.0).assert_sampled_by(kernel, burn=6000, draws=100)
 
 
 def test_paper_hastings_has_another_target():
