@@ -13,6 +13,7 @@ sums only, on which NUTS is quick.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import arviz as az
@@ -25,9 +26,9 @@ import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS, init_to_feasible
-from numpyro.infer.util import initialize_model
-from true_posterior import newton, to_float64
+from numpyro.infer import MCMC, NUTS
+from numpyro.infer.util import potential_energy
+from true_posterior import find_mode, to_float64
 
 from numpyro_mhbt import full_data
 
@@ -55,15 +56,8 @@ def by_importance(problem: Problem) -> Reference:
     draws = int(np.clip(4e8 / problem.n, 500, 4000)) // 2 * 2
     with jax.enable_x64(True):
         args = tuple(to_float64(a) for a in problem.args)
-        info = initialize_model(
-            random.key(0),
-            full_data(problem.model),
-            init_strategy=init_to_feasible,
-            dynamic_args=True,
-            model_args=args,
-        )
-        start, unravel = ravel_pytree(info.param_info.z)
-        mode, covariance = newton(lambda z: info.potential_fn(*args)(unravel(z)), start)
+        mode, covariance, unravel = find_mode(problem, args)
+        model = full_data(problem.model)
         root = jnp.linalg.cholesky(covariance)
         half = random.normal(random.key(1), (draws // 2, len(mode)))
         unit = jnp.concatenate([half, -half])
@@ -71,7 +65,7 @@ def by_importance(problem: Problem) -> Reference:
 
         @jax.jit
         def log_weights(args: tuple) -> jax.Array:
-            potential = info.potential_fn(*args)
+            potential = partial(potential_energy, model, args, {})
             values = lax.map(lambda u: potential(unravel(mode + root @ u)), unit)
             return 0.5 * jnp.sum(unit**2, 1) - values
 
@@ -86,7 +80,7 @@ def by_importance(problem: Problem) -> Reference:
         sd,
         np.asarray(mode),
         np.asarray(covariance),
-        back_from_flat(info.param_info.z),
+        back_from_flat(unravel(mode)),
         float(k),
         float(1 / np.sum(weights**2)),
     )
