@@ -56,7 +56,8 @@ def every_sampler(problem: Problem, exact: Reference, effort: int) -> Iterator[S
     yield from stochastic_gradient(problem, exact, effort)
     yield from tuna(problem, exact, effort)
     kernel = NUTS(full_data(problem.model), init_strategy=near(problem, exact))
-    yield of_kernel("NUTS", "all rows", kernel, problem, 10, 100)
+    draws, warmup = (10, 100) if problem.n <= 10**6 else (2, 20)
+    yield of_kernel("NUTS", "all rows", kernel, problem, draws, warmup)
 
 
 def of_kernel(

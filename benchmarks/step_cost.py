@@ -4,7 +4,8 @@ What a step costs, as a ratio to a bare ``value_and_grad`` of the same log-densi
 Logistic regression, d = 20, m = 1000. The bare step draws its rows with ``randint``
 and takes one gradient step; ours does all of Algorithm 1. All run in compiled loops,
 alternating, and the median of the ratios counts. ``randint`` costs more than our draw
-without replacement, so the bare step is also shown with our draw.
+without replacement, so the bare step is also shown with our draw, and a step of optax's
+SGD with it, too.
 
     python benchmarks/step_cost.py            # n = 10^5
     python benchmarks/step_cost.py --growth   # n = 10^4 to 10^7
@@ -25,6 +26,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.handlers import substitute
 from numpyro.infer.util import potential_energy
+import optax
 
 from numpyro_mhbt import MHBT, RSGLD, MHBTState, RandomWalk, Taylor
 from numpyro_mhbt.plates import draw_rows
@@ -50,7 +52,7 @@ def make_data(n: int) -> tuple[jax.Array, jax.Array]:
     key_x, key_w, key_y = random.split(random.key(0), 3)
     x = random.normal(key_x, (n, DIM))
     w = 0.3 * random.normal(key_w, (DIM,))
-    return x, random.bernoulli(key_y, jax.nn.sigmoid(x @ w)).astype(jnp.float32)
+    return x, random.bernoulli(key_y, jax.nn.sigmoid(x @ w)).astype(x.dtype)
 
 
 def bare_loop(data: tuple, draw: Callable[[jax.Array, int], jax.Array]) -> tuple:
@@ -67,7 +69,27 @@ def bare_loop(data: tuple, draw: Callable[[jax.Array, int], jax.Array]) -> tuple
     def run(carry: tuple, data: tuple) -> tuple:
         return lax.scan(partial(body, data), carry, None, length=STEPS)[0]
 
-    start = jnp.zeros(DIM), jnp.arange(BATCH), random.key(1)
+    rows = draw(random.key(0), len(data[1]))
+    return jax.jit(run), ((jnp.zeros(DIM), rows, random.key(1)), data)
+
+
+def sgd_loop(data: tuple) -> tuple:
+    optimizer = optax.sgd(1e-9)
+
+    def body(data: tuple, carry: tuple, _: None) -> tuple:
+        w, state, rows, key = carry
+        on_batch = substitute(model, data={"N": rows})
+        grad = jax.grad(lambda w: potential_energy(on_batch, data, {}, {"w": w}))(w)
+        updates, state = optimizer.update(grad, state, w)
+        key, key_rows = random.split(key)
+        rows = draw_rows(key_rows, len(data[1]), BATCH)
+        return (optax.apply_updates(w, updates), state, rows, key), None
+
+    def run(carry: tuple, data: tuple) -> tuple:
+        return lax.scan(partial(body, data), carry, None, length=STEPS)[0]
+
+    w = jnp.zeros(DIM)
+    start = w, optimizer.init(w), jnp.zeros(BATCH, jnp.int32), random.key(1)
     return jax.jit(run), (start, data)
 
 
@@ -120,6 +142,7 @@ def measure(n: int, repeats: int) -> tuple[float, dict[str, float]]:
     loops = {
         "bare": bare_loop(data, lambda key, n: random.randint(key, (BATCH,), 0, n)),
         "bare, our rows": bare_loop(data, lambda key, n: draw_rows(key, n, BATCH)),
+        "optax SGD, our rows": sgd_loop(data),
     }
     loops |= {name: kernel_loop(data, *spec) for name, spec in KERNELS.items()}
     for loop in loops.values():

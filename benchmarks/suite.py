@@ -11,6 +11,7 @@ Needs BlackJAX: ``pip install -e ".[bench]"``. ``--data`` is the folder that
 
     python benchmarks/suite.py --data DIR          # everything, about an hour
     python benchmarks/suite.py --quick             # a few minutes
+    python benchmarks/suite.py --targets           # what we aim at, 15 minutes
     python benchmarks/suite.py --only steps first-draw
 """
 
@@ -54,7 +55,7 @@ from reference import Reference, find_reference
 from samplers import Sampler, every_sampler, of_kernel
 import step_cost
 
-from numpyro_mhbt import MHBT, full_data
+from numpyro_mhbt import MHBT, RSGLD, SGLD, RandomWalk, Taylor, full_data
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "examples"))
@@ -142,7 +143,8 @@ def speed(problem: Problem, args: argparse.Namespace) -> list[Row]:
     print(f"{problem.name}: k = {exact.pareto_k:.2f}, {exact.effective:.0f} draws")
     seconds = 0.5 if args.quick else 1.0
     best: dict[str, tuple[tuple[bool, float], Run]] = {}
-    effort = 0 if args.quick else 2 if problem.n == 10**6 else 1
+    few = args.quick or problem.n > 10**6
+    effort = 0 if few else 2 if problem.n == 10**6 else 1
     for sampler in every_sampler(problem, exact, effort):
         run = Run.begin(sampler)
         run.go_on(seconds)
@@ -191,7 +193,10 @@ def speed(problem: Problem, args: argparse.Namespace) -> list[Row]:
 def problems(args: argparse.Namespace) -> dict[str, Callable[[], Problem]]:
     if args.quick:
         return {"logistic": lambda: logistic(10**5)}
+    if args.targets:
+        return {"logistic": lambda: logistic(10**6)}
     found: dict[str, Callable[[], Problem]] = {
+        "logistic, 10^7": lambda: logistic(10**7),
         "logistic, 10^6": lambda: logistic(10**6),
         "logistic, 10^5": lambda: logistic(10**5),
         "logistic, 10^4": lambda: logistic(10**4),
@@ -255,16 +260,57 @@ def plot_speed(rows: list[Row], path: Path) -> None:
     plt.close(figure)
 
 
+def section_settings(args: argparse.Namespace) -> list[Row]:
+    """MHBT in all its settings, on one problem, each at the T that it chooses."""
+    problem = logistic(10**5)
+    exact = find_reference(problem)
+    orders = {
+        "none": None,
+        **{str(order): Taylor(order=order) for order in (0, 1, 2)},
+    }
+    proposals = {"RSGLD": RSGLD()}
+    if not args.quick:
+        proposals |= {"SGLD": SGLD(), "random walk": RandomWalk()}
+    rows = []
+    for order, control in orders.items():
+        for name, proposal in proposals.items():
+            kernel = MHBT(problem.model, proposal, control_variate=control)
+            run = Run.begin(of_kernel(name, order, kernel, problem, 2000))
+            for _ in range(args.repeats):
+                run.go_on(0.2 if args.quick else 1.0)
+            mean_error, _ = run.errors(exact)
+            spread = np.concatenate(run.draws).std(0) / exact.sd
+            rows.append(
+                {
+                    "order": order,
+                    "proposal": name,
+                    "T": float(run.state.temperature),
+                    "acceptance": float(run.state.mean_accept_prob),
+                    "ESS/s": float(np.median(run.speed)),
+                    "mean error, sd": mean_error,
+                    "sd / sd of the posterior": float(np.median(spread)),
+                    "warm-up, s": run.start,
+                    "compilation, s": max(run.first_start - run.start, 0.0),
+                }
+            )
+            print(rows[-1], flush=True)
+            jax.clear_caches()
+    return rows
+
+
 # Steps, rows and chains
 
 
 def section_steps(args: argparse.Namespace) -> list[Row]:
     sizes = [10**5] if args.quick else [10**4, 10**5, 10**6, 10**7]
     rows = []
-    for n in sizes:
-        bare, ratios = step_cost.measure(n, args.repeats)
+    kinds = [(n, False) for n in sizes]
+    for n, wide in kinds if args.quick else [*kinds, (10**5, True)]:
+        with jax.enable_x64(wide):
+            bare, ratios = step_cost.measure(n, args.repeats)
         del ratios["bare"]
-        rows.append({"n": n, "bare step, µs": bare, **ratios})
+        kind = "float64" if wide else "float32"
+        rows.append({"n": n, "type": kind, "bare step, µs": bare, **ratios})
         print(rows[-1], flush=True)
         jax.clear_caches()
     return rows
@@ -473,8 +519,67 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "first-draw": section_first_draw,
     "modes": section_modes,
     "network": section_network,
+    "settings": section_settings,
     "speed": section_speed,
 }
+FOR_TARGETS = "steps", "chains", "first-draw", "modes", "speed"
+
+
+def targets(results: dict[str, list[Row]]) -> list[Row]:
+    """What the kernel is to reach, beside what one run has measured."""
+    step = {row["n"]: row for row in results["steps"] if row["type"] == "float32"}
+    chains = {row["chains"]: row["MHBT, times one"] for row in results["chains"]}
+    first = {row["system"]: row["first draw, s"] for row in results["first-draw"]}
+    moves = {row["sampler"]: row["moves per second"] for row in results["modes"]}
+    at = {row["sampler"]: row for row in results["speed"] if row["n"] == 10**6}
+    ours, peer = at["MHBT"], at["SGLD-CV"]
+
+    def growth(system: str) -> float:
+        small, large = step[10**4], step[10**7]
+        times = large["bare step, µs"] / small["bare step, µs"]
+        return float(times * large[system] / small[system])
+
+    plain = "RSGLD, no control variate"
+    others = max(rate for name, rate in moves.items() if name != "MHBT, m = 1000")
+    found = [
+        ("plain step / bare step", step[10**5][plain], "<=", 1.25),
+        ("step of order 0 / bare step", step[10**5]["RSGLD, order 0"], "<=", 1.5),
+        ("step of order 2 / bare step", step[10**5]["RSGLD, order 2"], "<=", 2.2),
+        ("ESS/s / HMCECS", ours["ESS/s"] / at["HMCECS"]["ESS/s"], ">=", 3.0),
+        ("ESS/s / NUTS", ours["ratio to NUTS"], ">=", 100.0),
+        ("ESS/s / SGLD-CV", ours["ESS/s"] / peer["ESS/s"], ">=", 1.0),
+        ("error of sds beside SGLD-CV", ours["sd error"], "<=", peer["sd error"]),
+        (
+            "error of means beside SGLD-CV",
+            ours["mean error, sd"],
+            "<=",
+            peer["mean error, sd"],
+        ),
+        (
+            "step at n = 10^7 / at 10^4, beside the bare step's",
+            growth(plain),
+            "<=",
+            growth("bare, our rows"),
+        ),
+        (
+            "moves between modes / any sampler of all rows",
+            moves["MHBT, m = 1000"] / max(others, 1e-9),
+            ">=",
+            10.0,
+        ),
+        ("first draw / HMCECS's", first["MHBT"] / first["HMCECS, Taylor 2"], "<=", 1.0),
+        ("first draw / NUTS's", first["MHBT"] / first["NUTS"], "<=", 1.5),
+        ("64 chains / one", chains[64], "<=", 30.0),
+    ]
+    return [
+        {
+            "target": name,
+            "measured": value,
+            "wanted": f"{sign} {bound:.3g}",
+            "met": "yes" if (value <= bound) == (sign == "<=") else "**no**",
+        }
+        for name, value, sign, bound in found
+    ]
 
 
 def cell(value: Any) -> str:
@@ -512,14 +617,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
     parser.add_argument("--data", type=Path, help="folder of the real data")
     parser.add_argument("--quick", action="store_true", help="a few minutes")
+    parser.add_argument("--targets", action="store_true", help="what they ask for only")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.targets:
+        args.only = list(FOR_TARGETS)
+    found = {}
     for name in args.only:
         print(f"== {name}", flush=True)
-        publish(args, name, SECTIONS[name](args))
+        found[name] = SECTIONS[name](args)
+        publish(args, name, found[name])
+    if not args.quick and set(FOR_TARGETS) <= set(found):
+        publish(args, "targets", targets(found))
 
 
 if __name__ == "__main__":
