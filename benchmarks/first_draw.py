@@ -10,7 +10,7 @@ system in a process of its own: ``suite.py`` starts several, in turn.
 from __future__ import annotations
 
 import argparse
-import resource
+from pathlib import Path
 import time
 
 import jax
@@ -56,8 +56,14 @@ def main() -> None:
     mcmc.run(random.key(0), *problem.args)
     jax.block_until_ready(mcmc.get_samples())
     seconds = time.perf_counter() - begin
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{seconds:.3f} {memory:.0f}")
+    print(f"{seconds:.3f} {peak_memory():.0f}")
+
+
+def peak_memory() -> float:
+    """Of this process, in megabytes. (``ru_maxrss`` is inherited from its parent.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))
+    return int(peak) / 1024
 
 
 if __name__ == "__main__":
