@@ -276,9 +276,10 @@ def plot_temperatures(
         xlabel="temperature T",
         ylabel=f"spread over that at T = {heat[0]:.4g}, ± 2 errors",
     )
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter("{x:g}")
-    ax.yaxis.set_minor_formatter("{x:g}")
+    ax.set_xticks(heat, [f"{t:.4g}" for t in heat])
+    ax.set_xticks([], minor=True)
+    for ticks in ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter:
+        ticks("{x:g}")
     return _with_legend(ax)
 
 

@@ -199,10 +199,16 @@ def expand(
             return reference, programs.curvature(data, z, at, with_rows=True)
         curve = programs.curvature(data, z, at, with_rows=False).plus(total)
         step, decrement = curve.newton_step(temperature)
+        # Twice without a mode nearby in a space where each pass takes long.
+        lost = (
+            at.size > MAX_DIM
+            and best is not None
+            and bool(np.isinf([decrement, best[2]]).all())
+        )
         if best is None or decrement <= best[2]:
             best = reference, curve, decrement
         given = control.ref_params is not None
-        if given or decrement <= at.size / 4 or not step.any():
+        if given or lost or decrement <= at.size / 4 or not step.any():
             break
         at = jnp.asarray(np.asarray(at) + step, at.dtype)
     assert best is not None

@@ -1,6 +1,7 @@
 """Control variates, bias correction, blocks and the choice of T: what they promise."""
 
 import math
+from unittest.mock import Mock
 
 from chains import run_chains
 import jax
@@ -13,7 +14,7 @@ from numpyro.infer import MCMC
 import pytest
 from scipy import stats
 
-from numpyro_mhbt import MHBT, SGLD, RandomWalk, Taylor, batch_report
+from numpyro_mhbt import MHBT, SGLD, RandomWalk, Taylor, batch_report, prepare
 from numpyro_mhbt.control import Reference, remainder
 from numpyro_mhbt.passes import cumulants
 from numpyro_mhbt.plates import Plate, next_batch
@@ -389,6 +390,17 @@ def test_reference_climbs_out_of_where_nothing_is_concave():
     )
     assert float(reference.z[0]) == pytest.approx(1, abs=0.05)
     assert float(reference.hessian[0, 0]) < 0
+
+
+def test_large_models_do_not_climb_for_long(monkeypatch):
+    monkeypatch.setattr(prepare, "MAX_DIM", 0)
+    passes = Mock(wraps=prepare.sum_over_rows)
+    monkeypatch.setattr(prepare, "sum_over_rows", passes)
+    kernel = MHBT(two_wells, control_variate=Taylor(2), temperature=1.0)
+    data, _ = read(two_wells, WELLS, {})
+    at = jnp.array([0.001])  # many steps from anything concave
+    expand(kernel._settings, kernel._programs, data, {"mu": at[0]}, at, Taylor(2), 1.0)
+    assert passes.call_count == 2
 
 
 def test_reference_that_is_no_mode_is_told():
