@@ -215,7 +215,6 @@ def section_speed(args: argparse.Namespace) -> list[Row]:
     for make in problems(args).values():
         rows += speed(make(), args)
         publish(args, "speed", rows)  # so that a run cut short is not lost
-    plot_speed(rows, args.out / "speed.png")
     return rows
 
 
@@ -597,6 +596,15 @@ def publish(args: argparse.Namespace, name: str, rows: list[Row]) -> None:
         "jax": jax.__version__,
         "numpyro": numpyro.__version__,
     }
+    if name == "speed":
+        # Ratios are within a problem: those measured before stay as they are.
+        of = {(row["problem"], row["n"]) for row in rows}
+        before = [
+            {key: np.inf if value is None else value for key, value in row.items()}
+            for row in results.get(name, [])
+        ]
+        rows = rows + [row for row in before if (row["problem"], row["n"]) not in of]
+        plot_speed(rows, args.out / "speed.png")
     # JSON has no infinity.
     results[name] = [
         {key: None if value == np.inf else value for key, value in row.items()}
