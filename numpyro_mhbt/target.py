@@ -93,7 +93,7 @@ def log_terms(model: Callable, data: Data, z: dict[str, Any], batch: Batch) -> T
         plates = plates_of(site, data.plates)
         if name in jacobians:
             log_det += jnp.sum(log_prob)
-        elif plates:
+        elif plates and site["is_observed"]:
             values = by_row(site, log_prob, plates)
             rows[plates] = rows[plates] + values if plates in rows else values
         elif site["is_observed"] and not site["infer"].get("is_auxiliary"):
