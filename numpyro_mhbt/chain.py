@@ -24,6 +24,7 @@ from numpyro_mhbt.target import Data, make_evaluate, shows_noise, site_log_probs
 
 _MEMORY = 30
 _PAIR_EVERY = 50
+_LONGEST = 2**16  # draws of a running mean, whose steps must not be lost to rounding
 _CLIMB_STEPS = 300
 _SILENT = 1e-30  # stands for no noise at all on a logarithmic scale
 
@@ -269,7 +270,7 @@ def _follow_schedules(state: MHBTState, settings: Settings) -> MHBTState:
 
 
 def _mean(mean: jax.Array, value: jax.Array, count: jax.Array) -> jax.Array:
-    return mean + (value - mean) / count
+    return mean + (value - mean) / jnp.minimum(count, _LONGEST)
 
 
 def _geometric_mean(mean: jax.Array, value: jax.Array, count: jax.Array) -> jax.Array:

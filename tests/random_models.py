@@ -43,7 +43,7 @@ class Observed:
     inner: bool = False
     """Whether a plate that is not subsampled lies within."""
     handler: str = ""
-    """``"mask"``, ``"scale"`` or none."""
+    """``"mask"``, ``"scale"``, ``"scope"`` or none."""
 
 
 @dataclass(frozen=True)
@@ -292,9 +292,11 @@ def _observe(name, site, plates, data, shared):
             stack.enter_context(handlers.mask(mask=x > -0.5))
         elif site.handler == "scale":
             stack.enter_context(handlers.scale(scale=1.7))
+        elif site.handler == "scope":
+            stack.enter_context(handlers.scope(prefix="inside"))
         eta = shared * x + 0.2
         if make is None:
-            numpyro.factor(name, -jnp.abs(y - eta) ** 1.5)
+            numpyro.factor(name, -(jnp.abs(y - eta) ** 1.5))
         else:
             numpyro.sample(name, make(eta), obs=y)
 
@@ -304,7 +306,9 @@ def _wraps(kind):
         # NumPyro's own transforms of these know no more axes than one.
         return st.sampled_from(["", "factor", "deterministic", "scope", "scale"])
     if kind not in SCALAR:
-        return st.sampled_from([w for w in WRAPS if w not in ("reparam", "event")])
+        # A scan of ordered vectors has no density in NumPyro itself.
+        no = ("reparam", "event", "scan" if kind == "ordered" else "")
+        return st.sampled_from(["", *(w for w in WRAPS if w not in no)])
     if kind in ("flat", "softplus", "below", "circular", "real_mixture"):
         return st.sampled_from([w for w in WRAPS if w != "reparam"])
     return st.sampled_from(sorted(WRAPS))
@@ -334,9 +338,11 @@ def descriptions(draw):
         st.sampled_from([*groups, ()]),
         st.booleans(),
         st.booleans(),
-        st.sampled_from(["", "mask", "scale"]),
+        st.sampled_from(["", "mask", "scale", "scope"]),
     )
-    some = st.builds(Observed, st.sampled_from(sorted(FAMILIES)), st.sampled_from(groups))
+    some = st.builds(
+        Observed, st.sampled_from(sorted(FAMILIES)), st.sampled_from(groups)
+    )
     return Description(
         tuple(draw(st.lists(latents, min_size=1, max_size=3))),
         tuple(plates),

@@ -8,7 +8,8 @@ differ.
 
 from itertools import combinations, product
 
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import jax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from numpyro.infer.util import (
     unconstrain_fn,
 )
 import pytest
-from random_models import Description, Latent, Observed, Rows, build, descriptions
+from random_models import build, descriptions
 
 from numpyro_mhbt import full_data
 from numpyro_mhbt.control import Reference
@@ -101,7 +102,8 @@ class Whole:
         return Reference(z, *derivatives), at
 
 
-def check(description, orders, temper_prior):
+@jax.enable_x64(True)
+def check(description, order, temper_prior):
     model, args = build(description)
     data, _ = read(model, args, {})
     whole = Whole(model, args, data.plates)
@@ -114,25 +116,24 @@ def check(description, orders, temper_prior):
     (expected_value, log_joint), expected_grad = jax.jit(
         jax.value_and_grad(expected, has_aux=True)
     )(z)
-    for order in orders:
-        reference, dropped = whole.reference(z_ref, order)
-        evaluate = make_evaluate(
-            model,
-            data,
-            whole.unravel,
-            jnp.asarray(TEMPERATURE),
-            reference,
-            bias_correction=False,
-            temper_prior=temper_prior,
-            gradient=True,
-        )
-        points = jax.jit(jax.vmap(evaluate, (None, 0)))(z, all_batches(data.plates))
-        values = np.asarray(points.value) + dropped / TEMPERATURE
-        close = {"rtol": ROUNDING, "atol": ROUNDING * np.abs(values).max()}
-        np.testing.assert_allclose(values.mean(), expected_value, **close)
-        np.testing.assert_allclose(points.grad.mean(0), expected_grad, **close)
-        np.testing.assert_allclose(points.potential_energy.mean(), -log_joint, **close)
-        check_noise(description, values, np.asarray(points.noise_variance), close)
+    reference, dropped = whole.reference(z_ref, order)
+    evaluate = make_evaluate(
+        model,
+        data,
+        whole.unravel,
+        jnp.asarray(TEMPERATURE),
+        reference,
+        bias_correction=False,
+        temper_prior=temper_prior,
+        gradient=True,
+    )
+    points = jax.jit(jax.vmap(evaluate, (None, 0)))(z, all_batches(data.plates))
+    values = np.asarray(points.value) + dropped / TEMPERATURE
+    close = {"rtol": ROUNDING, "atol": ROUNDING * np.abs(values).max()}
+    np.testing.assert_allclose(values.mean(), expected_value, **close)
+    np.testing.assert_allclose(points.grad.mean(0), expected_grad, **close)
+    np.testing.assert_allclose(points.potential_energy.mean(), -log_joint, **close)
+    check_noise(description, values, np.asarray(points.noise_variance), close)
 
 
 def check_noise(description, values, noise, close):
@@ -148,21 +149,19 @@ def check_noise(description, values, noise, close):
         np.testing.assert_allclose(noise.mean(), values.var(), **close)
 
 
-by_default = settings(max_examples=25, derandomize=True, deadline=None, database=None)
-by_night = settings(by_default, max_examples=500)
+every_model = given(descriptions(), st.sampled_from(ORDERS), st.booleans())
+always = settings(max_examples=25, derandomize=True, deadline=None, database=None)
 
 
-@by_default
-@given(descriptions(), st.sampled_from(ORDERS), st.booleans())
+@always
+@every_model
 def test_average_over_all_batches(description, order, temper_prior):
-    with jax.enable_x64(True):
-        check(description, [order], temper_prior)
+    check(description, order, temper_prior)
 
 
 @pytest.mark.slow
-@by_night
-@given(descriptions(), st.booleans())
-def test_average_over_all_batches_of_many_models(description, temper_prior):
-    with jax.enable_x64(True):
-        check(description, ORDERS, temper_prior)
+@settings(always, max_examples=500)
+@every_model
+def test_average_over_all_batches_of_many_models(description, order, temper_prior):
+    check(description, order, temper_prior)
     jax.clear_caches()
