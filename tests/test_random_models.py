@@ -8,7 +8,7 @@ differ.
 
 from itertools import combinations, product
 
-from hypothesis import given, settings
+from hypothesis import example, given, seed, settings
 from hypothesis import strategies as st
 import jax
 from jax.flatten_util import ravel_pytree
@@ -23,7 +23,7 @@ from numpyro.infer.util import (
     unconstrain_fn,
 )
 import pytest
-from random_models import build, descriptions
+from random_models import Description, Latent, Observed, Rows, build, descriptions
 
 from numpyro_mhbt import full_data
 from numpyro_mhbt.control import Reference
@@ -150,18 +150,28 @@ def check_noise(description, values, noise, close):
 
 
 every_model = given(descriptions(), st.sampled_from(ORDERS), st.booleans())
-always = settings(max_examples=25, derandomize=True, deadline=None, database=None)
+some = settings(max_examples=25, deadline=None, database=None)
 
 
-@always
+LATENT_IN_WHOLE_PLATE = Description(
+    (Latent("affine", "rows"),), (Rows(2, 1),), (Observed("bernoulli"),)
+)
+JACOBIAN_IN_SCOPE = Description(
+    (Latent("half_normal", "scope"),), (Rows(3, 2),), (Observed("beta"),)
+)
+
+
+@settings(some, derandomize=True)
+@example(LATENT_IN_WHOLE_PLATE, None, False)
+@example(JACOBIAN_IN_SCOPE, 0, True)
 @every_model
 def test_average_over_all_batches(description, order, temper_prior):
     check(description, order, temper_prior)
 
 
 @pytest.mark.slow
-@settings(always, max_examples=500)
-@every_model
-def test_average_over_all_batches_of_many_models(description, order, temper_prior):
-    check(description, order, temper_prior)
+@pytest.mark.parametrize("part", range(20))
+def test_average_over_all_batches_of_many_models(part):
+    """Five hundred of them, in parts that can run side by side."""
+    seed(part)(some(every_model(check)))()
     jax.clear_caches()
