@@ -103,7 +103,7 @@ def test_running_mean_does_not_drift_beyond_single_precision():
 
     def advance(i, mean):
         # As good as random: the multiples of the golden section.
-        u = (i.astype(jnp.uint32) * np.uint32(2654435769)).astype(jnp.float32) / 2**32
+        u = (i.astype(jnp.uint32) * np.uint32(2654435769)).astype(jnp.float32) / 2.0**32
         return _mean(mean, (u < rate).astype(jnp.float32), i)
 
     start = jnp.array(rate, jnp.float32)
