@@ -24,6 +24,7 @@ from numpyro_mhbt.target import Data, make_evaluate, shows_noise, site_log_probs
 
 _MEMORY = 30
 _PAIR_EVERY = 50
+_LONGEST = 2**16  # draws of a running mean, whose steps must not be lost to rounding
 _CLIMB_STEPS = 300
 _SILENT = 1e-30  # stands for no noise at all on a logarithmic scale
 
@@ -56,8 +57,11 @@ def start(
     *,
     settings: Settings,
     num_warmup: int,
-) -> tuple[MHBTState, dict[str, jax.Array]]:
-    """The initial state of a chain, and whether each site has a density there."""
+) -> tuple[MHBTState, dict[str, jax.Array], dict[str, jax.Array]]:
+    """
+    The initial state of a chain, whether each site has a density there, and whether
+    the gradient by each latent site is finite.
+    """
     rng_key, key_batch, key_init = random.split(rng_key, 3)
     data = data._replace(params=setup.shared.params)
     batch = draw_batch(key_batch, data.plates)
@@ -99,7 +103,7 @@ def start(
         probe = _prober(rng_key, plan, state, settings, data)
         state = state._replace(beta=number(first_beta(plan, probe)))
     log_probs, _ = site_log_probs(settings.model, data, unravel(flat), batch)
-    return state, finite_sites(log_probs)
+    return state, finite_sites(log_probs), finite_sites(unravel(point.grad))
 
 
 def _first_point(
@@ -112,26 +116,30 @@ def _first_point(
 ) -> jax.Array:
     reference, spread = setup.shared.reference, setup.spread
     key_init, key_climb = random.split(rng_key)
+    flat, unravel = ravel_pytree(setup.z)
+    temperature = setup.temperature.astype(flat.dtype)
+    evaluate = evaluator(settings, data, unravel, temperature, setup.shared)
+
+    def if_safe(z: jax.Array, otherwise: jax.Array) -> jax.Array:
+        there = evaluate(z, batch)
+        safe = jnp.isfinite(there.value) & jnp.all(jnp.isfinite(there.grad))
+        return jnp.where(safe, z, otherwise)
+
     if settings.init_strategy is None and spread is not None:
         expanded = reference if reference and reference.grad is not None else None
         if expanded:
             # An expansion is no good far away. Twice as wide as the posterior, since
             # R-hat trusts only chains that came from further out.
             unit = random.normal(key_init, expanded.z.shape, expanded.z.dtype)
-            return expanded.z + 2 * spread @ unit
+            return if_safe(expanded.z + 2 * spread @ unit, expanded.z)
     z = initial_params(key_init, settings, data, batch)
-    flat, unravel = ravel_pytree(z)
+    flat = ravel_pytree(z)[0]
     if settings.init_strategy is None and num_warmup and is_subsampled(data.plates):
         # Far out the noise of batches is so loud that hardly a step is accepted. Each
         # chain climbs on its own, so that several modes are still found.
-        temperature = setup.temperature.astype(flat.dtype)
         top = climb(key_climb, z, settings, data, temperature, _CLIMB_STEPS)
-        there = evaluator(settings, data, unravel, temperature, setup.shared)(
-            top, batch
-        )
         # A climb can end beyond what floats can hold.
-        safe = jnp.isfinite(there.value) & jnp.all(jnp.isfinite(there.grad))
-        return jnp.where(safe, top, flat)
+        return if_safe(top, flat)
     return flat
 
 
@@ -269,7 +277,7 @@ def _follow_schedules(state: MHBTState, settings: Settings) -> MHBTState:
 
 
 def _mean(mean: jax.Array, value: jax.Array, count: jax.Array) -> jax.Array:
-    return mean + (value - mean) / count
+    return mean + (value - mean) / jnp.minimum(count, _LONGEST)
 
 
 def _geometric_mean(mean: jax.Array, value: jax.Array, count: jax.Array) -> jax.Array:

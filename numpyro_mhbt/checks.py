@@ -53,32 +53,53 @@ def finite_sites(log_probs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: jnp.all(jnp.isfinite(x)) for name, x in log_probs.items()}
 
 
-def check_start(finite: Mapping[str, jax.Array]) -> None:
-    """Refuse an initial point without density, given :func:`finite_sites` of it."""
-    bad = [f"'{name}'" for name, ok in finite.items() if not np.all(ok)]
+def check_start(
+    finite: Mapping[str, jax.Array], slopes: Mapping[str, jax.Array] | None = None
+) -> None:
+    """
+    Refuse an initial point without density, given :func:`finite_sites` of it.
+
+    :param slopes: whether the derivatives by each latent site are finite.
+    """
+    bad = _not_all(finite)
     if bad:
         raise ValueError(
             "The initial point has zero density, or the data contain NaN: the "
-            f"log-density of site(s) {', '.join(bad)} is not finite. Check the data "
-            "there, mask missing values, or choose another `init_strategy` or "
-            "`init_params`."
+            f"log-density of site(s) {bad} is not finite. Check the data there, "
+            "mask missing values, or choose another `init_strategy` or `init_params`."
+        )
+    bad = _not_all(slopes or {})
+    if bad:
+        raise ValueError(
+            "At the initial point the gradient of the log-density is not finite by "
+            f"site(s) {bad}, and no proposal could leave it. Mend the gradient (the "
+            "branch of a `jnp.where` that is not taken must be finite, too), choose "
+            "another `init_strategy` or `init_params`, or use `RandomWalk`, which "
+            "needs no gradient."
         )
 
 
-def checked_start(i: jax.Array, finite: Mapping[str, jax.Array]) -> jax.Array:
+def _not_all(ok: Mapping[str, jax.Array]) -> str:
+    return ", ".join(f"'{name}'" for name, value in ok.items() if not np.all(value))
+
+
+def checked_start(
+    i: jax.Array, finite: Mapping[str, jax.Array], slopes: Mapping[str, jax.Array]
+) -> jax.Array:
     """``i``, once :func:`check_start` has passed."""
-    if all(not_jax_tracer(ok) for ok in finite.values()):
-        check_start(finite)
+    if all(not_jax_tracer(ok) for ok in (*finite.values(), *slopes.values())):
+        check_start(finite, slopes)
         return i
 
     # `parallel` and `jax.vmap` trace `init`: ask when values are known, and let the
     # state depend on the answer, so that no step is taken before.
-    def ask(i: np.ndarray, finite: Mapping[str, Any]) -> np.ndarray:
-        check_start(finite)
+    def ask(i: np.ndarray, *found: Mapping[str, Any]) -> np.ndarray:
+        check_start(*found)
         return i
 
     shape = jax.ShapeDtypeStruct(i.shape, i.dtype)
-    return jax.pure_callback(ask, shape, i, dict(finite), vmap_method="sequential")
+    found = dict(finite), dict(slopes)
+    return jax.pure_callback(ask, shape, i, *found, vmap_method="sequential")
 
 
 def nan_rows(

@@ -233,7 +233,8 @@ def _problems(
         found.append(
             f"{stuck} of {accept_prob.size} chain(s) accepted next to nothing (mean "
             f"acceptance {accept_prob.min():.2g}). Lower the proposal's `step_size`, "
-            "allow more warm-up, or start closer with `init_strategy`."
+            "allow more warm-up, start closer with `init_strategy`, or rescale the "
+            "model if its posterior is too narrow for floating-point numbers."
         )
     return found
 

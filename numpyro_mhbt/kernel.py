@@ -202,10 +202,10 @@ class MHBT(MCMCKernel):
         warn_of_setup(self._settings, setup, hidden)
         if init_params is not None:
             check_names("init_params", init_params, setup.z)
-        state, finite = self._jit_start(
+        state, finite, slopes = self._jit_start(
             data, setup, rng_key, init_params, num_warmup=num_warmup
         )
-        state = state._replace(i=checked_start(state.i, finite))
+        state = state._replace(i=checked_start(state.i, finite, slopes))
         self._sample_fn = "sample"
         return state
 

@@ -33,7 +33,7 @@ def settle(
     n, unravel = data.num_rows, ravel_pytree(setup.z)[1]
     begin = partial(start, data, setup, settings=settings, num_warmup=_STEPS)
     keys = random.split(random.key(0), len(modes))
-    chains, _ = jax.vmap(lambda key, z: begin(key, unravel(z)))(keys, modes)
+    chains, *_ = jax.vmap(lambda key, z: begin(key, unravel(z)))(keys, modes)
 
     def advance(
         carry: tuple[MHBTState, jax.Array], i: jax.Array

@@ -212,7 +212,7 @@ def _search(
     def height(z: jax.Array) -> jax.Array:
         terms = log_terms(settings.model, data, unravel(z), rows)
         value = terms.prior + terms.exact + total(terms.rows)
-        return jnp.nan_to_num(value, nan=-jnp.inf)
+        return jnp.where(jnp.isfinite(value), value, -jnp.inf)
 
     return modes[jnp.argsort(-lax.map(height, modes))]
 

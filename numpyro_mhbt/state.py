@@ -67,12 +67,14 @@ class MHBTState(NamedTuple):
      - **noise_variance** - variance of ``log_density`` over batches, as estimated on
        the batch. Near 1 is good.
      - **accept_prob** - acceptance probability, averaged over the steps of the draw.
-     - **mean_accept_prob** - its running mean since the start of the phase.
+     - **mean_accept_prob** - its running mean since the start of the phase, over
+       65536 draws at most.
      - **mean_noise_variance** - ``noise_variance`` on fresh batches: a geometric mean
        over the phase (in warm-up over its last steps). The chain lingers on batches
        that flatter it, so this is the fairer figure.
      - **accepted** - number of accepted steps: 0 or 1 with ``steps_per_draw=1``.
-     - **diverging** - whether a proposal's value was not finite (it was rejected).
+     - **diverging** - whether a proposal's value was not finite, or its gradient not a
+       number (it was rejected).
      - **forward** - 1 if the last proposal was a forward move, 0 if backward.
      - **temperature** - T = n / c_n.
      - **step_size**, **beta** - as used for the next draw.

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from numpyro_mhbt.plates import Batch
 from numpyro_mhbt.proposals import Knobs, Proposal
 
+_FEW = 16  # parameters that tell whether a step was taken at all
+
 
 class Point(NamedTuple):
     """A point (θ, I) of the augmented space, and what is known there."""
@@ -92,13 +94,16 @@ def step(
         lambda: evaluate(point.z, batch),
         lambda: point,
     )
+    # A step lost to rounding leads nowhere, however surely it is taken: a chain of such
+    # steps must look stuck, and steps must not be tuned to that length.
+    moved = jnp.any(new.z[:_FEW] != point.z[:_FEW])
     info = Info(
-        accept_prob(log_ratio),
+        jnp.where(moved, accept_prob(log_ratio), 0.0),
         accepted.astype(jnp.int32),
         diverging,
         move.forward.astype(jnp.int32),
         fresh.noise_variance,
-        accept_prob(log_ratio + point.value - fresh.value),
+        jnp.where(moved, accept_prob(log_ratio + point.value - fresh.value), 0.0),
     )
     kept = fresh if refresh else point
     # A branch, since XLA would decide anew for each element of a long vector.

@@ -19,7 +19,7 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
-from numpyro.handlers import seed, substitute
+from numpyro.handlers import infer_config, seed, substitute
 from numpyro.infer.util import _unconstrain_reparam, compute_log_probs
 
 from numpyro_mhbt.control import Reference, remainder
@@ -76,24 +76,29 @@ def site_log_probs(
 ) -> tuple[dict[str, jax.Array], dict[str, dict[str, Any]]]:
     """Log-density of each site at unconstrained ``z`` on ``batch``, and its trace."""
     model = substitute(with_rows(model, batch), data=data.params)
-    model = substitute(model, substitute_fn=partial(_unconstrain_reparam, z))
+    model = substitute(model, substitute_fn=partial(_constrain, z))
     return compute_log_probs(
         seed(model, random.key(0)), data.args, data.kwargs, {}, sum_log_prob=False
     )
 
 
+def _constrain(z: dict[str, Any], site: dict[str, Any]) -> Any:
+    """NumPyro's map, its Jacobian marked: a handler such as ``scope`` renames it."""
+    with infer_config(config_fn=lambda _: {"is_jacobian": True}):
+        return _unconstrain_reparam(z, site)
+
+
 def log_terms(model: Callable, data: Data, z: dict[str, Any], batch: Batch) -> Terms:
     """The log-density at unconstrained ``z`` on ``batch``, sorted into its parts."""
     log_probs, sites = site_log_probs(model, data, z, batch)
-    jacobians = {f"_{name}_log_det" for name in z}
     prior = exact = log_det = jnp.zeros(())
     rows: Rows = {}
     for name, log_prob in log_probs.items():
         site = sites[name]
         plates = plates_of(site, data.plates)
-        if name in jacobians:
+        if site["infer"].get("is_jacobian"):
             log_det += jnp.sum(log_prob)
-        elif plates:
+        elif plates and site["is_observed"]:
             values = by_row(site, log_prob, plates)
             rows[plates] = rows[plates] + values if plates in rows else values
         elif site["is_observed"] and not site["infer"].get("is_auxiliary"):
