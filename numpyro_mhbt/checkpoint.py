@@ -210,6 +210,7 @@ class _Files:
                 "was left as it is. Move it away, or choose another path."
             )
         self._meta, self._digests = meta, meta["pieces"]
+        task.alike = meta["alike"]
         self._remember(task, meta["done"])
         return state, meta["done"], pieces
 
@@ -222,7 +223,7 @@ class _Files:
             meta = {"run": self._meta["run"], "draws_so_far": done}
             name = self._piece(len(digests) + 1)
             digests = [*digests, save(name, meta, piece)]
-        meta = {**self._meta, "done": done, "pieces": digests}
+        meta = {**self._meta, "done": done, "pieces": digests, "alike": task.alike}
         save(self._path / _STATE, meta, state)
         self._digests = digests
         self._remember(task, done)
@@ -295,7 +296,8 @@ class _Task:
         self._collect = _collect_and_postprocess(
             postprocess, self._fields, tuple(n[len(field) + 2 :] for n in left_out)
         )
-        self._programs: dict[int, Callable] = {}
+        self.alike: list[bool] | None = None
+        """Leaves of the state that ``jax.vmap`` has found not to depend on the chain."""
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for the draws to be the same, as JSON."""
@@ -346,9 +348,13 @@ class _Task:
         def init(chain: tuple) -> MHBTState:
             key, init_params = chain
             mcmc = self._mcmc
-            return mcmc.sampler.init(
+            state = mcmc.sampler.init(
                 key, mcmc.num_warmup, init_params, mcmc._args, mcmc._kwargs
             )
+            if callable(mcmc.chain_method):
+                leaves = jax.tree.leaves(state)
+                self.alike = [not isinstance(x, jax.core.Tracer) for x in leaves]
+            return state
 
         return self._map(init)((self._keys, self._init_params))
 
@@ -384,6 +390,11 @@ class _Task:
         """Draws of one chain, or of all if they are vectorized."""
         state, begin, count = chain
         mcmc = self._mcmc
+        if self.alike is not None and mcmc.num_chains > 1:
+            # As in an unbroken run, for mapped arrays are rounded in other ways.
+            leaves, tree = jax.tree.flatten(state)
+            pairs = zip(leaves, self.alike, strict=True)
+            state = tree.unflatten([of_all_chains(x) if a else x for x, a in pairs])
         jit_args = (mcmc._args, mcmc._kwargs) if mcmc._jit_model_args else ()
         (state, *_), rows = _loop(
             self._sample, self._collect, num_rows, mcmc.thinning,
