@@ -297,7 +297,7 @@ class _Task:
             postprocess, self._fields, tuple(n[len(field) + 2 :] for n in left_out)
         )
         self.alike: list[bool] | None = None
-        """Leaves of the state that ``jax.vmap`` has found not to depend on the chain."""
+        """Leaves of the state of which ``jax.vmap`` makes one for all chains."""
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for the draws to be the same, as JSON."""

@@ -276,7 +276,7 @@ class MHBT(MCMCKernel):
         def run(data: Data, setup: Setup, *chain: Any, num_warmup: int) -> Any:
             lift = _as_is if is_prng_key(chain[0]) else jax.vmap
             begin = partial(start, settings=self._settings, num_warmup=num_warmup)
-            return lift(partial(begin, data, setup))(*chain)
+            return lax.optimization_barrier(lift(partial(begin, data, setup))(*chain))
 
         return jit_data(run, quick=True)
 

@@ -24,10 +24,10 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 import pytest
+from test_contract import VMAP, compiled
 
 from numpyro_mhbt import MHBT, Checkpoint, Taylor, batch_report, storage, to_arviz
 from numpyro_mhbt.control import Reference
-from test_contract import VMAP, compiled
 
 ROOT = Path(__file__).parent.parent
 Y = jnp.asarray(np.random.default_rng(0).normal(0.5, 1.0, 200), jnp.float32)
