@@ -309,7 +309,7 @@ class _Task:
             **{name: version(name) for name in ("numpyro", "jax", "jaxlib")},
             "numpyro_mhbt": _own_version(),
             "platform": jax.default_backend(),
-            "jax_enable_x64": jax.config.jax_enable_x64,
+            "jax_enable_x64": jax.config.read("jax_enable_x64"),
             **{f"MHBT.{k}": v for k, v in _describe(mcmc.sampler._settings).items()},
             "num_warmup": mcmc.num_warmup,
             "num_samples": mcmc.num_samples,
@@ -394,7 +394,8 @@ class _Task:
             # As in an unbroken run, for mapped arrays are rounded in other ways.
             leaves, tree = jax.tree.flatten(state)
             pairs = zip(leaves, self.alike, strict=True)
-            state = tree.unflatten([of_all_chains(x) if a else x for x, a in pairs])
+            leaves = [of_all_chains(x) if alike else x for x, alike in pairs]
+            state = jax.tree.unflatten(tree, leaves)
         jit_args = (mcmc._args, mcmc._kwargs) if mcmc._jit_model_args else ()
         (state, *_), rows = _loop(
             self._sample, self._collect, num_rows, mcmc.thinning,

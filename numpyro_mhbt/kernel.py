@@ -242,8 +242,8 @@ class MHBT(MCMCKernel):
             if self._settings.step_size_schedule is None:
                 state = state._replace(step_size=adapt_state.step_size)
         state = warn_of_state(self._settings, data, i, state)
-        state = lax.optimization_barrier(state._replace(shared=None))
-        return state._replace(shared=shared)
+        own = {k: v for k, v in state._asdict().items() if k != "shared"}
+        return MHBTState(**lax.optimization_barrier(own), shared=shared)
 
     def refresh(
         self, state: MHBTState, model_args: tuple, model_kwargs: dict[str, Any] | None

@@ -29,6 +29,8 @@ from test_contract import VMAP, compiled
 from numpyro_mhbt import MHBT, Checkpoint, Taylor, batch_report, storage, to_arviz
 from numpyro_mhbt.control import Reference
 
+# As users compile. Programs that are not optimised are rounded in ways of their own.
+pytestmark = pytest.mark.long_chains
 ROOT = Path(__file__).parent.parent
 Y = jnp.asarray(np.random.default_rng(0).normal(0.5, 1.0, 200), jnp.float32)
 KEY = random.key(1)
