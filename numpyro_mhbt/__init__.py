@@ -1,6 +1,7 @@
 """Mini-batch Metropolis-Hastings with batch tempering for NumPyro."""
 
 from numpyro_mhbt import plots
+from numpyro_mhbt.checkpoint import Checkpoint
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.convert import to_arviz
 from numpyro_mhbt.diagnostics import BatchReport, batch_report
@@ -17,6 +18,7 @@ __all__ = [
     "SGLD",
     "BatchReport",
     "BetaSchedule",
+    "Checkpoint",
     "MHBTState",
     "RandomWalk",
     "Taylor",

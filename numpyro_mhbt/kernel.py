@@ -212,6 +212,10 @@ class MHBT(MCMCKernel):
     def sample(
         self, state: MHBTState, model_args: tuple, model_kwargs: dict[str, Any] | None
     ) -> MHBTState:
+        shared = state.shared
+        # Rounding depends on how XLA fuses operations. Between barriers it does so in
+        # one way, whatever loop this is part of: with a progress bar or without.
+        state = lax.optimization_barrier(state)
         data, _ = read(self._settings.model, model_args, model_kwargs)
         if data.plates != state.shared.plates:
             raise ValueError(
@@ -222,7 +226,7 @@ class MHBT(MCMCKernel):
         num_warmup = state.adapt_state.num_warmup
         vectorized = jnp.ndim(state.i) == 1
         lift = jax.vmap if vectorized else _as_is
-        i = 1 + _of_all_chains(state.i[0] if vectorized else state.i)
+        i = 1 + of_all_chains(state.i[0] if vectorized else state.i)
         advance = partial(next_draw, settings=self._settings, data=data, i=i)
         state, paired_accept_prob = lift(advance)(state)
         if num_warmup:
@@ -237,7 +241,9 @@ class MHBT(MCMCKernel):
             state = state._replace(adapt_state=adapt_state)
             if self._settings.step_size_schedule is None:
                 state = state._replace(step_size=adapt_state.step_size)
-        return warn_of_state(self._settings, data, i, state)
+        state = warn_of_state(self._settings, data, i, state)
+        own = {k: v for k, v in state._asdict().items() if k != "shared"}
+        return MHBTState(**lax.optimization_barrier(own), shared=shared)
 
     def refresh(
         self, state: MHBTState, model_args: tuple, model_kwargs: dict[str, Any] | None
@@ -255,7 +261,8 @@ class MHBT(MCMCKernel):
         def constrain(z: dict[str, Any]) -> dict[str, Any]:
             hidden = find_batch_sites(model, data, sites, z)
             values = replay(model, data, first_rows(data.plates), z)
-            return {name: value for name, value in values.items() if name not in hidden}
+            kept = {k: value for k, value in values.items() if k not in hidden}
+            return lax.optimization_barrier(kept)
 
         return constrain
 
@@ -269,7 +276,7 @@ class MHBT(MCMCKernel):
         def run(data: Data, setup: Setup, *chain: Any, num_warmup: int) -> Any:
             lift = _as_is if is_prng_key(chain[0]) else jax.vmap
             begin = partial(start, settings=self._settings, num_warmup=num_warmup)
-            return lift(partial(begin, data, setup))(*chain)
+            return lax.optimization_barrier(lift(partial(begin, data, setup))(*chain))
 
         return jit_data(run, quick=True)
 
@@ -279,12 +286,12 @@ class MHBT(MCMCKernel):
 
 
 @custom_vmap
-def _of_all_chains(i: jax.Array) -> jax.Array:
+def of_all_chains(i: jax.Array) -> jax.Array:
     """``i``, the same in all chains: under ``vmap`` a branch on it stays a branch."""
     return i
 
 
-@_of_all_chains.def_vmap
+@of_all_chains.def_vmap
 def _(axis_size: int, in_batched: list[bool], i: jax.Array) -> tuple[jax.Array, bool]:
     return i[0], False
 
