@@ -4,6 +4,7 @@ from numpyro_mhbt import plots
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.convert import to_arviz
 from numpyro_mhbt.diagnostics import BatchReport, batch_report
+from numpyro_mhbt.disk import DiskRows
 from numpyro_mhbt.kernel import MHBT
 from numpyro_mhbt.likelihood import log_likelihood
 from numpyro_mhbt.plates import full_data
@@ -17,6 +18,7 @@ __all__ = [
     "SGLD",
     "BatchReport",
     "BetaSchedule",
+    "DiskRows",
     "MHBTState",
     "RandomWalk",
     "Taylor",
