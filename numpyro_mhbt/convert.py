@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 from numpyro.distributions import Delta
-from numpyro.handlers import seed, substitute, trace
+from numpyro.handlers import block, seed, substitute, trace
 from numpyro.infer import MCMC, init_to_sample
 
 from numpyro_mhbt.disk import files_of
@@ -164,7 +164,8 @@ def _observed(model: Callable, *args: Any, **kwargs: Any) -> None:
         rows = {plate.name: jnp.arange(plate.size) for plate in data.plates}
         seeded = seed(with_rows(model, rows), random.key(0))
         started = substitute(seeded, substitute_fn=init_to_sample)
-        sites.update(trace(started).get_trace(*data.args, **data.kwargs))
+        with block():  # from who asks for these sites
+            sites.update(trace(started).get_trace(*data.args, **data.kwargs))
         return {k: s["value"] for k, s in sites.items() if s.get("is_observed")}
 
     # Compiled, what no observed value depends on is not read.

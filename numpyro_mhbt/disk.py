@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -29,6 +30,7 @@ except ImportError:  # pragma: no cover
     buffer_callback = None  # type: ignore[assignment]
 
 _WORKERS = 4
+_LONG = 2e-4  # seconds: below it a thread takes longer to wake than to read
 _MOST_AHEAD = 64  # batches that were announced and not asked for
 
 
@@ -83,7 +85,7 @@ class DiskRows(Rows):
     :param columns: of an Arrow table: a name for a vector (or a matrix, if a column of
         lists), names for a matrix.
     :param bool prefetch: whether another thread may read the rows of the next step
-        while the present one computes.
+        while the present one computes. It does where reading takes long enough.
 
     **Example**
 
@@ -196,6 +198,7 @@ class _Host:
         self._files = files
         self._num_plates = 1 + max(place for _, place in files)
         self._ahead: dict[tuple[bytes, ...], Future] = {}
+        self._seconds = 0.0  # of the last reading
 
     def __call__(self, *rows: jax.Array) -> list[jax.Array]:
         shapes = [
@@ -214,21 +217,23 @@ class _Host:
     def _find(self, *rows: Any) -> list[np.ndarray]:
         arrays = [np.asarray(x) for x in rows]
         now, later = arrays[: self._num_plates], arrays[self._num_plates :]
-        if not later:
-            return self._read(now)
-        announced = self._ahead.pop(_key(now), None)
-        # The memory of arguments is not ours when we have returned.
-        later = [x.copy() for x in later]
-        self._ahead[_key(later)] = _workers().submit(self._read, later)
-        if len(self._ahead) > _MOST_AHEAD:
-            # Of a chain that went another way.
-            self._ahead.pop(next(iter(self._ahead.copy())), None)
+        announced = self._ahead.pop(_key(now), None) if self._ahead else None
+        if later and self._seconds > _LONG:
+            # The memory of arguments is not ours when we have returned.
+            later = [x.copy() for x in later]
+            self._ahead[_key(later)] = _workers().submit(self._read, later)
+            if len(self._ahead) > _MOST_AHEAD:
+                # Of a chain that went another way.
+                self._ahead.pop(next(iter(self._ahead.copy())), None)
         if announced is None or announced.cancel():
             return self._read(now)
         return announced.result()
 
     def _read(self, rows: list[np.ndarray]) -> list[np.ndarray]:
-        return [file.read(rows[place]) for file, place in self._files]
+        begin = time.perf_counter()
+        found = [file.read(rows[place]) for file, place in self._files]
+        self._seconds = time.perf_counter() - begin
+        return found
 
 
 def _key(rows: list[np.ndarray]) -> tuple[bytes, ...]:
