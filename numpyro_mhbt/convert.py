@@ -157,19 +157,19 @@ def _observed(model: Callable, *args: Any, **kwargs: Any) -> None:
 
     ArviZ runs a model as it is, which would read all files whole.
     """
-    data, _ = read(model, args, kwargs)
     sites: dict[str, dict[str, Any]] = {}
 
     def look() -> dict[str, jax.Array]:
         rows = {plate.name: jnp.arange(plate.size) for plate in data.plates}
         seeded = seed(with_rows(model, rows), random.key(0))
         started = substitute(seeded, substitute_fn=init_to_sample)
-        with block():  # from who asks for these sites
-            sites.update(trace(started).get_trace(*data.args, **data.kwargs))
+        sites.update(trace(started).get_trace(*data.args, **data.kwargs))
         return {k: s["value"] for k, s in sites.items() if s.get("is_observed")}
 
-    # Compiled, what no observed value depends on is not read.
-    values = jax.jit(look)()
+    with block():  # from who asks for these sites
+        data, _ = read(model, args, kwargs)
+        # Compiled, what no observed value depends on is not read.
+        values = jax.jit(look)()
     for name, site in sites.items():
         if site["type"] not in ("sample", "deterministic"):
             continue
