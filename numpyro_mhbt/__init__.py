@@ -5,6 +5,7 @@ from numpyro_mhbt.checkpoint import Checkpoint
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.convert import to_arviz
 from numpyro_mhbt.diagnostics import BatchReport, batch_report
+from numpyro_mhbt.disk import DiskRows
 from numpyro_mhbt.kernel import MHBT
 from numpyro_mhbt.likelihood import log_likelihood
 from numpyro_mhbt.plates import full_data
@@ -19,6 +20,7 @@ __all__ = [
     "BatchReport",
     "BetaSchedule",
     "Checkpoint",
+    "DiskRows",
     "MHBTState",
     "RandomWalk",
     "Taylor",

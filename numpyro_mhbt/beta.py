@@ -20,7 +20,7 @@ def forward_acceptance(
     rng_key: jax.Array, point: Point, walk: Walk, num_probes: int, betas: jax.Array
 ) -> jax.Array:
     """Mean acceptance probability of forward moves from ``point``, at each β."""
-    draw, evaluate, proposal, knobs, mass_sqrt_inv = walk
+    draw, evaluate, proposal, knobs, mass_sqrt_inv, _ = walk
     assert isinstance(proposal, RSGLD)
     forward = replace(proposal, forward_prob=1.0)
     grad = whiten(mass_sqrt_inv, point.grad)

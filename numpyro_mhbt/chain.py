@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from numpyro_mhbt.adaptation import Adapter, WarmupState
 from numpyro_mhbt.beta import first_beta, forward_acceptance, next_beta
 from numpyro_mhbt.checks import finite_sites
+from numpyro_mhbt.disk import fetch, reads_ahead
 from numpyro_mhbt.plates import Batch, draw_batch, is_subsampled, next_batch
 from numpyro_mhbt.proposals import BetaSchedule, Knobs
 from numpyro_mhbt.settings import Settings
@@ -35,7 +36,7 @@ def evaluator(
     unravel: Callable,
     temperature: jax.Array,
     shared: Shared,
-) -> Callable[[jax.Array, Batch], Point]:
+) -> Callable[..., Point]:
     """θ and batch to :class:`Point`."""
     return make_evaluate(
         settings.model,
@@ -169,11 +170,22 @@ def next_draw(
         refresh=settings.on_reject == "refresh",
         pair=pair,
     )
+    # With blocks the next batch depends on whether this one is accepted.
+    ahead = settings.num_blocks == 1 and reads_ahead(data)
+    next_key = random.split(rng_key)[1] if ahead else None
     if settings.steps_per_draw == 1:
-        point, info = one_step(key_steps, point)
+        point, info = one_step(key_steps, point, next_key=next_key)
     else:
         keys = random.split(key_steps, settings.steps_per_draw)
-        point, infos = lax.scan(lambda point, key: one_step(key, point), point, keys)
+        next_keys = None
+        if next_key is not None:
+            later = random.split(next_key, settings.steps_per_draw)
+            next_keys = jnp.concatenate([keys[1:], later[:1]])
+        point, infos = lax.scan(
+            lambda point, keys: one_step(keys[0], point, next_key=keys[1]),
+            point,
+            (keys, next_keys),
+        )
         info = Info(
             jnp.mean(infos.accept_prob),
             jnp.sum(infos.accepted, dtype=jnp.int32),
@@ -206,12 +218,20 @@ def _walk(state: MHBTState, settings: Settings, data: Data, evaluate: Callable) 
     if not settings.adapt_mass_matrix:
         # All ones, which cost a pass over long vectors each time.
         mass_sqrt_inv = jnp.ones((), mass_sqrt_inv.dtype)
+
+    def fetch_batch(batch: Batch, next_key: jax.Array | None) -> Data:
+        on = data._replace(params=state.shared.params)
+        if next_key is None:
+            return fetch(on, batch)
+        return fetch(on, batch, draw_batch(next_key, data.plates))
+
     return Walk(
         partial(next_batch, plates=data.plates, num_blocks=settings.num_blocks),
         evaluate,
         settings.proposal,
         Knobs(state.step_size, state.beta, c_n, data.num_rows),
         mass_sqrt_inv,
+        fetch_batch,
     )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.util import not_jax_tracer
 
+from numpyro_mhbt.disk import fetch
 from numpyro_mhbt.plates import Batch, Plate, few_batches, first_rows, plates_of
 from numpyro_mhbt.target import Data, by_row, site_log_probs
 
@@ -121,7 +122,8 @@ def _nan_rows(
 
     def first_nan(start: jax.Array) -> dict[str, jax.Array]:
         rows = start + jnp.arange(chunk)
-        log_probs, sites = site_log_probs(model, data, z, {**others, plate.name: rows})
+        batch = {**others, plate.name: rows}
+        log_probs, sites = site_log_probs(model, fetch(data, batch), z, batch)
         found = {}
         for name, log_prob in log_probs.items():
             if plates_of(sites[name], (plate,)):

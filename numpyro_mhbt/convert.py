@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from copy import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any
 import warnings
 
 import jax
 from jax import random
+import jax.numpy as jnp
 import numpy as np
-from numpyro.handlers import substitute
-from numpyro.infer import MCMC
+import numpyro
+from numpyro.distributions import Delta
+from numpyro.handlers import block, seed, substitute, trace
+from numpyro.infer import MCMC, init_to_sample
 
+from numpyro_mhbt.disk import files_of
 from numpyro_mhbt.likelihood import log_likelihood as of_all_rows
 from numpyro_mhbt.likelihood import predict
+from numpyro_mhbt.plates import with_rows
 from numpyro_mhbt.settings import Settings
+from numpyro_mhbt.setup import read
 from numpyro_mhbt.state import MHBTState
 
 _COLD = 1.005
@@ -107,6 +117,10 @@ def to_arviz(
     settings, state = finished(mcmc, "to_arviz")
     _warn_of_heat(mcmc, settings, state)
     named = _without_slashes(mcmc)
+    if files_of((mcmc._args, mcmc._kwargs)):
+        named.sampler = copy(mcmc.sampler)
+        observed = partial(_observed, settings.model)
+        named.sampler._settings = replace(settings, model=observed)
     found = import_arviz().from_numpyro(named, log_likelihood=False, **kwargs)
     if thin > 1:
         found = found.isel(draw=slice(None, None, thin))
@@ -135,6 +149,41 @@ def _without_slashes(mcmc: MCMC) -> MCMC:
     run = copy(mcmc)
     run._states, run._states_flat = {**states, field: named}, None
     return run
+
+
+def _observed(model: Callable, *args: Any, **kwargs: Any) -> None:
+    """
+    The sites of the model on all rows, with no more of files than was observed.
+
+    ArviZ runs a model as it is, which would read all files whole.
+    """
+    sites: dict[str, dict[str, Any]] = {}
+
+    def look() -> dict[str, jax.Array]:
+        rows = {plate.name: jnp.arange(plate.size) for plate in data.plates}
+        seeded = seed(with_rows(model, rows), random.key(0))
+        started = substitute(seeded, substitute_fn=init_to_sample)
+        sites.update(trace(started).get_trace(*data.args, **data.kwargs))
+        return {k: s["value"] for k, s in sites.items() if s.get("is_observed")}
+
+    with block():  # from who asks for these sites
+        data, _ = read(model, args, kwargs)
+        # Compiled, what no observed value depends on is not read.
+        values = jax.jit(look)()
+    for name, site in sites.items():
+        if site["type"] not in ("sample", "deterministic"):
+            continue
+        value = values.get(name, jnp.zeros(jnp.shape(site["value"])))
+        with ExitStack() as around:
+            for frame in site["cond_indep_stack"]:
+                plate = numpyro.plate(frame.name, frame.size, dim=frame.dim)
+                around.enter_context(plate)
+            if site["type"] == "deterministic":
+                numpyro.deterministic(name, value)
+            else:
+                like = Delta(value, event_dim=site["fn"].event_dim)
+                obs = value if name in values else None
+                numpyro.sample(name, like, obs=obs, infer=site["infer"])
 
 
 def _add_group(found: Any, group: str, values: dict[str, np.ndarray]) -> None:

@@ -15,6 +15,7 @@ from numpyro.infer import Predictive
 from numpyro.infer.util import log_likelihood as on_rows
 from tqdm.auto import tqdm
 
+from numpyro_mhbt.disk import fetch
 from numpyro_mhbt.passes import PATIENCE
 from numpyro_mhbt.plates import Batch, Plate, few_batches, plates_of, with_rows
 from numpyro_mhbt.setup import jit_data, read
@@ -166,7 +167,7 @@ def _in_chunks(
             rows = {p.name: jnp.arange(1) for p in data.plates}
             rows |= {p.name: jnp.arange(p.size) for p in group}
             rows[plate.name] = start + jnp.arange(size)
-            everything = values(data, draws, rows, start)
+            everything = values(fetch(data, rows), draws, rows, start)
             return {name: everything[name] for name in names}
 
         program = jit_data(chunk)

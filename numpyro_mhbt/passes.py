@@ -12,6 +12,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from numpyro_mhbt.control import Reference, remainder
+from numpyro_mhbt.disk import fetch
 from numpyro_mhbt.plates import Plate, Rows, few_batches
 from numpyro_mhbt.target import Data, log_terms
 
@@ -73,8 +74,8 @@ def groups_of(model: Callable, data: Data, z: dict[str, Any]) -> tuple[Group, ..
 
 def _chunk(
     data: Data, start: jax.Array, group: Group, sizes: tuple[int, ...]
-) -> tuple[dict[str, jax.Array], jax.Array]:
-    """The rows of a chunk, and which of them no chunk before has had."""
+) -> tuple[Data, dict[str, jax.Array], jax.Array]:
+    """Data and rows of a chunk, and which of them no chunk before has had."""
     batch = {plate.name: jnp.arange(1) for plate in data.plates}
     fresh = jnp.ones((1,) * len(group), bool)
     for axis, (plate, size) in enumerate(zip(group, sizes, strict=True)):
@@ -83,7 +84,7 @@ def _chunk(
         batch[plate.name] = rows
         others = tuple(a for a in range(len(group)) if a != axis)
         fresh = fresh & jnp.expand_dims(rows >= start[axis], others)
-    return batch, fresh
+    return fetch(data, batch), batch, fresh
 
 
 def derivatives(
@@ -98,7 +99,7 @@ def derivatives(
     sizes: tuple[int, ...],
 ) -> tuple[jax.Array, ...]:
     """Gradient, and Hessian for order 2, of the log-likelihood of a chunk."""
-    batch, fresh = _chunk(data, start, group, sizes)
+    data, batch, fresh = _chunk(data, start, group, sizes)
 
     def log_likelihood(z: jax.Array) -> jax.Array:
         values = log_terms(model, data, unravel(z), batch).rows[group]
@@ -120,7 +121,7 @@ def moments(
     sizes: tuple[int, ...],
 ) -> jax.Array:
     """Sums of the first four powers of what the expansion misses, at each point."""
-    batch, fresh = _chunk(data, start, group, sizes)
+    data, batch, fresh = _chunk(data, start, group, sizes)
 
     def rows_at(z: jax.Array) -> Rows:
         return log_terms(model, data, unravel(z), batch).rows
@@ -144,7 +145,7 @@ def gains(
     sizes: tuple[int, ...],
 ) -> jax.Array:
     """Log-likelihood of a chunk at each point, less that at the first."""
-    batch, fresh = _chunk(data, start, group, sizes)
+    data, batch, fresh = _chunk(data, start, group, sizes)
 
     def rows_at(z: jax.Array) -> jax.Array:
         return log_terms(model, data, unravel(z), batch).rows[group]

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import init_to_sample
-from numpyro.primitives import Messenger
+from numpyro.primitives import _PYRO_STACK, Messenger, plate
+
+from numpyro_mhbt.disk import Rows as RowsOnDisk
 
 Batch = Mapping[str, jax.Array]
 """Rows in use, keyed by the name of the subsampled plate."""
@@ -23,6 +25,7 @@ _SORT_BELOW = 512
 _ROUNDS = 6
 _POOL = 2**12
 _CHUNK, _LEAST, _FEW = 2**14, 2**11, 16
+_MOST_ROWS = 2**31 - 1
 
 
 class Plate(NamedTuple):
@@ -48,6 +51,11 @@ class _on_rows(Messenger):
             name, (size, subsample_size) = msg["name"], msg["args"]
             if subsample_size is None:
                 return
+            if size > _MOST_ROWS:
+                raise ValueError(
+                    f"plate '{name}' has {size} rows, and rows are counted with 32 "
+                    f"bits: at most {_MOST_ROWS}. Make several plates of them."
+                )
             rows = self.rows(name, size)
             whole = rows is not None and rows.shape[0] == size
             if not (whole or 0 < subsample_size <= size):
@@ -61,9 +69,39 @@ class _on_rows(Messenger):
             # Data that are not given, as in prediction: there is nothing to take from.
             msg.update(fn=_nothing, args=(), kwargs={"event_dim": None})
 
+    def postprocess_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "subsample" and isinstance(msg["value"], RowsOnDisk):
+            inside = _PYRO_STACK[_PYRO_STACK.index(self) :]
+            around = [frame for frame in inside if isinstance(frame, plate)]
+            # Done here, since plates would take it for an array.
+            msg["value"] = _subsample(msg["value"], around, msg["kwargs"]["event_dim"])
+            msg["kwargs"] = {"event_dim": None}
+
 
 def _nothing(event_dim: None) -> None:
     return None
+
+
+def _subsample(values: RowsOnDisk, plates: list[plate], event_dim: int) -> Any:
+    """What :func:`numpyro.subsample` makes of an array, of rows on disk."""
+    axes = {frame.dim - event_dim + values.ndim: frame for frame in plates}
+    for axis, frame in axes.items():
+        if axis >= 0 and values.shape[axis] not in (1, frame.size):
+            raise ValueError(
+                f"numpyro.subsample(..., event_dim={event_dim}) of shape "
+                f"{values.shape} does not fit plate '{frame.name}' of size "
+                f"{frame.size}."
+            )
+    if 0 not in axes or len(values) != axes[0].size:
+        raise ValueError(
+            f"numpyro.subsample(..., event_dim={event_dim}) of rows on disk of shape "
+            f"{values.shape} stands in no plate that they are the rows of."
+        )
+    taken = values[axes.pop(0)._indices]
+    for axis, frame in axes.items():
+        if axis > 0 and values.shape[axis] > 1 and frame.subsample_size < frame.size:
+            taken = jnp.take(taken, frame._indices, axis)
+    return taken
 
 
 class full_data(_on_rows):

@@ -18,6 +18,7 @@ from numpyro.infer.util import unconstrain_fn
 
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.convert import finished, import_arviz, param_values, temperature_of
+from numpyro_mhbt.disk import fetch
 from numpyro_mhbt.passes import gains, groups_of, sum_over_rows
 from numpyro_mhbt.plates import first_rows, with_rows
 from numpyro_mhbt.prepare import Programs, expand
@@ -175,8 +176,11 @@ def log_posterior(
     """
 
     def others(data: Data, points: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = first_rows(data.plates)
+        data = fetch(data, rows)
+
         def one(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-            terms = log_terms(settings.model, data, unravel(z), first_rows(data.plates))
+            terms = log_terms(settings.model, data, unravel(z), rows)
             return terms.prior, terms.exact
 
         return jax.lax.map(one, points)

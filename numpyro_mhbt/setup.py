@@ -17,6 +17,7 @@ from numpyro.infer.util import constrain_fn, initialize_model, unconstrain_fn
 
 from numpyro_mhbt.checks import check_names, finite_sites, nan_rows
 from numpyro_mhbt.control import find_reference
+from numpyro_mhbt.disk import fetch
 from numpyro_mhbt.plates import (
     Batch,
     Plate,
@@ -208,9 +209,10 @@ def _search(
     modes = jax.vmap(climb_from)(random.split(rng_key, _STARTS), starts)
     unravel = ravel_pytree(jax.tree.map(lambda x: x[0], starts))[1]
     rows = pool(data.plates)
+    fetched = fetch(data, rows)
 
     def height(z: jax.Array) -> jax.Array:
-        terms = log_terms(settings.model, data, unravel(z), rows)
+        terms = log_terms(settings.model, fetched, unravel(z), rows)
         value = terms.prior + terms.exact + total(terms.rows)
         return jnp.where(jnp.isfinite(value), value, -jnp.inf)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax, random
@@ -50,16 +50,23 @@ class Walk(NamedTuple):
 
     draw: Callable[[jax.Array, Batch], Batch]
     """Key and current batch to a batch, the way back as likely."""
-    evaluate: Callable[[jax.Array, Batch], Point]
-    """θ and batch to a point."""
+    evaluate: Callable[..., Point]
+    """θ, batch and what was fetched of it to a point."""
     proposal: Proposal
     knobs: Knobs
     mass_sqrt_inv: jax.Array
     """W with inverse mass matrix W' W (diagonal: a vector, or a number)."""
+    fetch: Callable[[Batch, jax.Array | None], Any] = lambda batch, next_key: None
+    """Batch, and the key of the next one if known, to what is on disk of it."""
 
 
 def step(
-    rng_key: jax.Array, point: Point, walk: Walk, refresh: bool, pair: jax.Array
+    rng_key: jax.Array,
+    point: Point,
+    walk: Walk,
+    refresh: bool,
+    pair: jax.Array,
+    next_key: jax.Array | None = None,
 ) -> tuple[Point, Info]:
     """
     Propose θ' with the gradient of the current batch and a fresh batch I', and accept
@@ -72,13 +79,15 @@ def step(
 
     :param refresh: whether to evaluate the current point anew after a rejection.
     :param pair: whether to look at the current θ on the new batch, too.
+    :param next_key: ``rng_key`` of the next step, where data are read ahead.
     """
-    draw, evaluate, proposal, knobs, mass_sqrt_inv = walk
+    draw, evaluate, proposal, knobs, mass_sqrt_inv, fetch = walk
     key_move, key_batch, key_accept = random.split(rng_key, 3)
     grad = whiten(mass_sqrt_inv, point.grad)
     move = proposal.draw(key_move, grad, knobs)
     batch = draw(key_batch, point.batch)
-    new = evaluate(point.z + unwhiten(mass_sqrt_inv, move.displacement), batch)
+    read = fetch(batch, None if next_key is None else random.split(next_key, 3)[1])
+    new = evaluate(point.z + unwhiten(mass_sqrt_inv, move.displacement), batch, read)
 
     log_ratio = (
         new.value
@@ -91,7 +100,7 @@ def step(
 
     fresh = lax.cond(
         pair | ~accepted if refresh else pair,
-        lambda: evaluate(point.z, batch),
+        lambda: evaluate(point.z, batch, read),
         lambda: point,
     )
     # A step lost to rounding leads nowhere, however surely it is taken: a chain of such

@@ -23,6 +23,7 @@ from numpyro.handlers import infer_config, seed, substitute
 from numpyro.infer.util import _unconstrain_reparam, compute_log_probs
 
 from numpyro_mhbt.control import Reference, remainder
+from numpyro_mhbt.disk import fetch, files_of
 from numpyro_mhbt.plates import Batch, Plate, Rows, plates_of, with_rows
 from numpyro_mhbt.step import Point
 
@@ -54,7 +55,12 @@ class Data(NamedTuple):
 def fingerprint(data: Data) -> jax.Array:
     """A number that tells these data from others, by a few bytes of each array."""
     code = jnp.zeros((), jnp.uint32)
-    for leaf in jax.tree.leaves((data.args, data.kwargs)):
+    arguments = data.args, data.kwargs
+    some_rows = [
+        file[jnp.asarray(np.linspace(0, len(file) - 1, 64).astype(np.int32))]
+        for file in files_of(arguments)
+    ]
+    for leaf in jax.tree.leaves((arguments, some_rows)):
         if (
             isinstance(leaf, jax.Array)
             and leaf.ndim
@@ -191,9 +197,12 @@ def make_evaluate(
     bias_correction: bool,
     temper_prior: bool,
     gradient: bool,
-) -> Callable[[jax.Array, Batch], Point]:
+) -> Callable[..., Point]:
     r"""
     θ and batch to the tempered log-density, its gradient and its noise.
+
+    A third argument may be the data with the rows of the batch, if they are on disk and
+    were fetched already.
 
     With noise of variance v in the log-density, the chain's marginal is that of
     :math:`E_I[e^{L_I}] \approx e^{L + v / 2}`: ``bias_correction`` takes v/2 away, as
@@ -204,7 +213,7 @@ def make_evaluate(
     """
     correct = bias_correction and shows_noise(data.plates)
 
-    def objective(z: jax.Array, batch: Batch) -> tuple[jax.Array, Point]:
+    def objective(z: jax.Array, batch: Batch, data: Data) -> tuple[jax.Array, Point]:
         def terms_at(z: jax.Array) -> Terms:
             return log_terms(model, data, unravel(z), batch)
 
@@ -223,10 +232,11 @@ def make_evaluate(
         energy = -(terms.prior + terms.exact + total(terms.rows) + terms.log_det)
         return value, Point(z, batch, value, jnp.zeros_like(z), energy, noise)
 
-    def evaluate(z: jax.Array, batch: Batch) -> Point:
+    def evaluate(z: jax.Array, batch: Batch, fetched: Data | None = None) -> Point:
+        on_batch = partial(objective, batch=batch, data=fetched or fetch(data, batch))
         if not gradient:
-            return objective(z, batch)[1]
-        (_, point), grad = jax.value_and_grad(objective, has_aux=True)(z, batch)
+            return on_batch(z)[1]
+        (_, point), grad = jax.value_and_grad(on_batch, has_aux=True)(z)
         return point._replace(grad=grad)
 
     return evaluate

@@ -11,6 +11,7 @@ from jax import lax
 import numpy as np
 
 from numpyro_mhbt.control import Reference, remainder
+from numpyro_mhbt.disk import fetch
 from numpyro_mhbt.plates import Plate, pool
 from numpyro_mhbt.target import Data, Terms, log_terms, noise_variance, total
 
@@ -84,6 +85,7 @@ def curvature(
 ) -> Curvature:
     """:class:`Curvature` at ``z``: that of rows, if asked, from a sample of them."""
     rows_used = pool(data.plates)
+    data = fetch(data, rows_used)
 
     def parts(z: jax.Array) -> tuple[jax.Array, jax.Array]:
         terms = log_terms(model, data, unravel(z), rows_used)
@@ -118,6 +120,7 @@ def noise_at(
     With it the two parts of the log-density, that divided by T and that which is not.
     """
     rows_used = pool(data.plates)
+    data = fetch(data, rows_used)
 
     def terms_at(z: jax.Array) -> Terms:
         return log_terms(model, data, unravel(z), rows_used)
