@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.util import not_jax_tracer
 
+from numpyro_mhbt.mesh import across, everyones, numbered
 from numpyro_mhbt.plates import Batch, Plate, few_batches, first_rows, plates_of
 from numpyro_mhbt.target import Data, by_row, site_log_probs
 
@@ -48,9 +49,15 @@ def check_names(
         )
 
 
-def finite_sites(log_probs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Whether each site has a density."""
-    return {name: jnp.all(jnp.isfinite(x)) for name, x in log_probs.items()}
+def finite_sites(
+    data: Data, log_probs: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Whether each site has a density, on all devices."""
+    finite = {name: jnp.all(jnp.isfinite(x)) for name, x in log_probs.items()}
+    if not data.axes:
+        return finite
+    missing = across(data, {name: jnp.sum(~ok) for name, ok in finite.items()})
+    return {name: number == 0 for name, number in missing.items()}
 
 
 def check_start(finite: Mapping[str, jax.Array]) -> None:
@@ -110,7 +117,12 @@ def _nan_rows(
         return found
 
     starts = jnp.minimum(jnp.arange(0, plate.size, chunk), plate.size - chunk)
-    return lax.map(first_nan, starts)
+    found = lax.map(first_nan, starts)
+    if data.axes:
+        here = {k: numbered(data, {plate.name: v})[plate.name] for k, v in found.items()}
+        here = {k: jnp.where(found[k] < 0, -1, v) for k, v in here.items()}
+        found = jax.tree.map(jnp.ravel, everyones(data, here))
+    return found
 
 
 def _is_missing(site: Mapping[str, Any], log_prob: jax.Array) -> jax.Array:
@@ -125,7 +137,7 @@ def check_rows(found: Mapping[str, Mapping[str, jax.Array]]) -> None:
     """Refuse data with NaN, given :func:`nan_rows` of them."""
     for plate, by_site in found.items():
         for name, rows in by_site.items():
-            bad = rows[rows >= 0]
+            bad = np.asarray(rows)[np.asarray(rows) >= 0]
             if bad.size:
                 raise ValueError(
                     f"Site '{name}' is NaN at row {bad[0]} of plate '{plate}': the "

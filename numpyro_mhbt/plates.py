@@ -49,8 +49,7 @@ class _on_rows(Messenger):
             if subsample_size is None:
                 return
             rows = self.rows(name, size)
-            whole = rows is not None and rows.shape[0] == size
-            if not (whole or 0 < subsample_size <= size):
+            if rows is None and not 0 < subsample_size <= size:
                 raise ValueError(
                     f"plate '{name}' has subsample_size={subsample_size}, which must "
                     f"lie between 1 and its size {size}."

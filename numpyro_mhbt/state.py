@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec as P
 
 from numpyro_mhbt.adaptation import WarmupState
 from numpyro_mhbt.control import Reference
+from numpyro_mhbt.mesh import Placement
 from numpyro_mhbt.plates import Batch, Plate
 from numpyro_mhbt.step import Point
 from numpyro_mhbt.vectors import flatten
@@ -39,6 +41,7 @@ class Shared:
     """Of the data that the sums in ``reference`` belong to."""
     plates: tuple[Plate, ...] = field(metadata={"static": True})
     num_rows: float = field(metadata={"static": True})
+    placement: Placement | None = field(default=None, metadata={"static": True})
 
 
 class Setup(NamedTuple):
@@ -103,6 +106,20 @@ class MHBTState(NamedTuple):
     adapt_state: WarmupState
     shared: Shared
     rng_key: jax.Array
+
+
+def state_specs(
+    axes: tuple[str, ...], chains: tuple[str, ...] | None
+) -> MHBTState:
+    """
+    Where each field is on a mesh: batches with the rows, all else on every device.
+
+    :param axes: of the mesh, over which rows are spread.
+    :param chains: over which chains are, or None if the state is that of one chain.
+    """
+    first = () if chains is None else (chains or None,)
+    fields = dict.fromkeys(MHBTState._fields, P(*first))
+    return MHBTState(**(fields | {"batch": P(*first, axes)}))
 
 
 def to_point(state: MHBTState) -> tuple[Point, Callable]:
