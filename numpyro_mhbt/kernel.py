@@ -10,7 +10,6 @@ import jax
 from jax import lax
 from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
@@ -19,20 +18,17 @@ from numpyro_mhbt.checks import check_names, check_sites, checked_start
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.diagnostics import hint_large_constants, warn_of_setup, warn_of_state
 from numpyro_mhbt.mesh import (
-    Placement,
-    agreed,
     check_arguments,
-    everywhere_true,
+    draw_on_devices,
     find_placement,
-    numbered,
-    on_devices,
+    start_on_devices,
 )
 from numpyro_mhbt.plates import first_rows, full_data
 from numpyro_mhbt.prepare import Programs, prepare
 from numpyro_mhbt.proposals import RSGLD, Proposal
 from numpyro_mhbt.settings import Schedule, Settings
 from numpyro_mhbt.setup import find_batch_sites, jit_data, read, replay
-from numpyro_mhbt.state import MHBTState, Setup, state_specs
+from numpyro_mhbt.state import MHBTState, Setup
 from numpyro_mhbt.target import Data
 
 
@@ -205,13 +201,7 @@ class MHBT(MCMCKernel):
     ) -> MHBTState:
         data, sites = read(self._settings.model, model_args, model_kwargs)
         check_sites(sites, data.plates)
-        placement = find_placement(data.args, data.kwargs, data.plates)
-        if placement is not None and isinstance(rng_key, jax.core.Tracer):
-            raise ValueError(
-                "Sharded data take all devices for each chain: use "
-                "`MCMC(..., chain_method='vectorized')`."
-            )
-        data = data._replace(placement=placement)
+        data = data._replace(placement=find_placement(data, rng_key))
         # `pmap` traces this method, but what all chains share must be concrete.
         with jax.core.eval_context():
             setup = prepare(self._settings, self._programs, data)
@@ -235,14 +225,9 @@ class MHBT(MCMCKernel):
                 f"The chain began with the plates {state.shared.plates}, and cannot go "
                 f"on with data that make them {data.plates}."
             )
-        placement = state.shared.placement
-        if placement is None:
-            hint_large_constants(data)
-            return self._draw(data, state)
-        check_arguments(placement, data, state.i)
-        return _with_state(
-            self._draw, data._replace(placement=placement), state
-        )
+        check_arguments(data, state)
+        hint_large_constants(data)
+        return draw_on_devices(self._draw, data, state)
 
     def _draw(self, data: Data, state: MHBTState) -> MHBTState:
         num_warmup = state.adapt_state.num_warmup
@@ -274,9 +259,7 @@ class MHBT(MCMCKernel):
             again = partial(evaluate_again, settings=self._settings, data=data)
             return jax.vmap(again)(state) if jnp.ndim(state.i) else again(state)
 
-        return _with_state(
-            run, data._replace(placement=state.shared.placement), state
-        )
+        return draw_on_devices(run, data, state)
 
     def postprocess_fn(
         self, model_args: tuple, model_kwargs: dict[str, Any] | None
@@ -289,7 +272,7 @@ class MHBT(MCMCKernel):
             values = replay(model, data, first_rows(data.plates), z)
             return {name: value for name, value in values.items() if name not in hidden}
 
-        if find_placement(data.args, data.kwargs, data.plates) is not None:
+        if find_placement(data) is not None:
             # Compiled, rows of which nothing depends stay where they are.
             return partial(jit_data(constrain), data)
         return partial(constrain, data)
@@ -304,53 +287,17 @@ class MHBT(MCMCKernel):
         def run(data: Data, setup: Setup, *chain: Any, num_warmup: int) -> Any:
             lift = _as_is if is_prng_key(chain[0]) else jax.vmap
             begin = partial(start, settings=self._settings, num_warmup=num_warmup)
-            if data.placement is None:
-                return lift(partial(begin, data, setup))(*chain)
 
             def here(data: Data, setup: Setup, *chain: Any) -> Any:
-                setup = agreed(data, setup)
-                state, finite = lift(partial(begin, data, setup))(*chain)
-                state = state._replace(batch=numbered(data, state.batch))
-                return state, everywhere_true(data, finite)
+                return lift(partial(begin, data, setup))(*chain)
 
-            specs = _state_specs(data.placement, chain[0], lift is jax.vmap)
-            return on_devices(
-                here,
-                data,
-                setup,
-                *chain,
-                in_specs=(P(), *[specs.rng_key for _ in chain]),
-                out_specs=(specs, P()),
-            )
+            return start_on_devices(here, data, setup, *chain)
 
         return jit_data(run, quick=True)
 
     def __getstate__(self) -> dict[str, Any]:
         compiled = ("_programs", "_jit_start")
         return {k: v for k, v in self.__dict__.items() if k not in compiled}
-
-
-def _with_state(
-    fn: Callable[[Data, MHBTState], MHBTState], data: Data, state: MHBTState
-) -> MHBTState:
-    """``fn(data, state)``, on each device with the rows and chains that it has."""
-    if data.placement is None:
-        return fn(data, state)
-
-    def here(data: Data, state: MHBTState) -> MHBTState:
-        state = state._replace(batch=numbered(data, state.batch, -1))
-        state = fn(data, state)
-        return state._replace(batch=numbered(data, state.batch))
-
-    specs = _state_specs(data.placement, state.i, jnp.ndim(state.i) == 1)
-    return on_devices(here, data, state, in_specs=(specs,), out_specs=specs)
-
-
-def _state_specs(
-    placement: Placement, by_chain: jax.Array, vectorized: bool
-) -> MHBTState:
-    chains = placement.chain_axes(len(by_chain)) if vectorized else None
-    return state_specs(placement.axes, chains)
 
 
 @custom_vmap

@@ -12,6 +12,7 @@ the variance of a stratified draw is, so the formulas are those of one device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,12 +20,14 @@ import jax
 from jax import lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpyro.primitives import _PYRO_STACK, Messenger
 from numpyro.primitives import plate as numpyro_plate
+from numpyro.util import is_prng_key
 
 from numpyro_mhbt.plates import Batch, Plate
+from numpyro_mhbt.state import MHBTState, Setup
 from numpyro_mhbt.vectors import flatten
 
 if TYPE_CHECKING:
@@ -56,14 +59,22 @@ class Placement(NamedTuple):
         return tuple(Plate(p.name, p.size // k, p.subsample_size // k) for p in plates)
 
 
-def find_placement(
-    args: tuple, kwargs: dict[str, Any], plates: tuple[Plate, ...]
-) -> Placement | None:
-    """How arrays of rows are sharded, if they are, or an error if they cannot be so."""
-    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
+def find_placement(data: Data, rng_key: jax.Array | None = None) -> Placement | None:
+    """
+    How arrays of rows are sharded, if they are, or an error if they cannot be so.
+
+    :param rng_key: of a run that begins.
+    """
+    plates = data.plates
+    leaves = jax.tree_util.tree_leaves_with_path((data.args, data.kwargs))
     found = {i: axes for i, (_, x) in enumerate(leaves) if (axes := _row_axes(x))}
     if not found or not plates:
         return None
+    if isinstance(rng_key, jax.core.Tracer):
+        raise ValueError(
+            "Sharded data take all devices for each chain: use "
+            "`MCMC(..., chain_method='vectorized')`."
+        )
     first = next(iter(found))
     mesh, axes = leaves[first][1].sharding.mesh, found[first]
     if len(plates) > 1:
@@ -94,7 +105,6 @@ def find_placement(
                 f"{where} has {x.shape[0]} sharded rows, but plate '{only.name}' has "
                 f"{only.size}."
             )
-    mesh = Mesh(mesh.devices, mesh.axis_names)  # whose axes XLA may use as it likes
     rows = tuple(i in found for i in range(len(leaves)))
     placement = Placement(mesh, axes, rows)
     _check_sizes(only, placement.num_shards)
@@ -145,21 +155,16 @@ def _check_sizes(plate: Plate, k: int) -> None:
         )
 
 
-def untyped(x: Any) -> Any:
-    """``x`` without what a mesh with explicit axes makes of its type."""
-    if not isinstance(x, jax.Array):
-        return x
-    sharding = jax.typeof(x).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return x
-    if not isinstance(x, jax.core.Tracer):
-        mesh = Mesh(x.sharding.mesh.devices, x.sharding.mesh.axis_names)
-        return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
-    mesh = sharding.mesh.update_axis_types(
-        dict.fromkeys(sharding.mesh.axis_names, AxisType.Auto)
-    )
-    spec = sharding.spec
-    return jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+def check_axes(x: Any) -> Any:
+    """``x``, unless its type is sharded, for which models are not written."""
+    if isinstance(x, jax.Array) and any(jax.typeof(x).sharding.spec):
+        raise ValueError(
+            "The data are on a mesh with explicit axes, of which JAX would ask an "
+            "`out_sharding` for each row that a model takes. Make it with "
+            "`jax.sharding.Mesh(devices, names)`, or with `jax.make_mesh(..., "
+            "axis_types=(jax.sharding.AxisType.Auto,) * len(names))`."
+        )
+    return x
 
 
 class _own_rows(Messenger):
@@ -188,7 +193,9 @@ class _own_rows(Messenger):
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
         # A plate whose size is written as a number would refuse the rows of a device.
-        event_dim = msg["kwargs"].get("event_dim") if msg["type"] == "subsample" else None
+        event_dim = (
+            msg["kwargs"].get("event_dim") if msg["type"] == "subsample" else None
+        )
         if event_dim is None:
             return
         for frame in _PYRO_STACK:
@@ -275,12 +282,17 @@ def agreed(data: Data, tree: Any) -> Any:
     """What the first device has: others may have come to another, with their rows."""
     if not data.axes:
         return tree
-    first = lax.axis_index(data.axes) == 0
 
     def share(x: jax.Array) -> jax.Array:
-        return lax.psum(jnp.where(first, x, jnp.zeros_like(x)), data.axes).astype(x.dtype)
+        said = jnp.where(is_first(data), x, jnp.zeros_like(x))
+        return lax.psum(said, data.axes).astype(x.dtype)
 
     return jax.tree.map(share, tree)
+
+
+def is_first(data: Data) -> Any:
+    """Whether this device speaks for those that have the same chains."""
+    return lax.axis_index(data.axes) == 0 if data.axes else True
 
 
 def own_key(data: Data, rng_key: jax.Array) -> jax.Array:
@@ -303,22 +315,71 @@ def numbered(data: Data, batch: Batch, sign: int = 1) -> Batch:
     return {p.name: batch[p.name] + sign * before * p.size for p in data.plates}
 
 
-def everywhere_true(data: Data, tree: Any) -> Any:
-    """Whether all of each leaf are true, on all devices of the mesh."""
-    if data.placement is None or not data.axes:
-        return tree
-    names = data.placement.mesh.axis_names
-    return jax.tree.map(lambda x: lax.psum(jnp.sum(~x), names) == 0, tree)
-
-
-def check_arguments(placement: Placement, data: Data, i: jax.Array) -> None:
+def check_arguments(data: Data, state: MHBTState) -> None:
     """Refuse to compile spread rows into a program, whole on each device."""
-    leaves = jax.tree.leaves((data.args, data.kwargs))[: len(placement.rows)]
-    rows = (x for x, row in zip(leaves, placement.rows, strict=True) if row)
-    if isinstance(i, jax.core.Tracer) and not any(
-        isinstance(x, jax.core.Tracer) for x in rows
+    if state.shared.placement is None or not isinstance(state.i, jax.core.Tracer):
+        return
+    spread = state.shared.placement.rows
+    leaves = jax.tree.leaves((data.args, data.kwargs))
+    if not any(
+        isinstance(x, jax.core.Tracer) for x in itertools.compress(leaves, spread)
     ):
         raise ValueError(
             "Sharded data would be compiled into the program as constants, all of them "
             "on each device: use `MCMC(..., jit_model_args=True)`."
         )
+
+
+def start_on_devices(fn: Callable, data: Data, setup: Setup, *chain: Any) -> Any:
+    """
+    ``fn(data, setup, *chain)``, the first state of chains and whether sites are finite.
+
+    :param chain: a key, and values to start from or None; of several chains if keys.
+    """
+    placement = data.placement
+    if placement is None:
+        return fn(data, setup, *chain)
+
+    def here(data: Data, setup: Setup, *chain: Any) -> Any:
+        state, finite = fn(data, agreed(data, setup), *chain)
+        bad = {name: jnp.sum(~ok) for name, ok in finite.items()}
+        bad = lax.psum(bad, placement.mesh.axis_names)
+        state = state._replace(batch=numbered(data, state.batch))
+        return state, {name: number == 0 for name, number in bad.items()}
+
+    specs = _state_specs(placement, None if is_prng_key(chain[0]) else len(chain[0]))
+    return on_devices(
+        here,
+        data,
+        setup,
+        *chain,
+        in_specs=(P(), *[specs.rng_key] * len(chain)),
+        out_specs=(specs, P()),
+    )
+
+
+def draw_on_devices(
+    fn: Callable[[Data, MHBTState], MHBTState], data: Data, state: MHBTState
+) -> MHBTState:
+    """``fn(data, state)``, on each device with the rows and chains that it has."""
+    placement = state.shared.placement
+    if placement is None:
+        return fn(data, state)
+
+    def here(data: Data, state: MHBTState) -> MHBTState:
+        state = state._replace(batch=numbered(data, state.batch, -1))
+        state = fn(data, state)
+        return state._replace(batch=numbered(data, state.batch))
+
+    specs = _state_specs(placement, len(state.i) if jnp.ndim(state.i) else None)
+    data = data._replace(placement=placement)
+    return on_devices(here, data, state, in_specs=(specs,), out_specs=specs)
+
+
+def _state_specs(placement: Placement, num_chains: int | None) -> Any:
+    """Of each field: batches are with the rows, all else with the chains."""
+    first: tuple = ()
+    if num_chains is not None:
+        first = (placement.chain_axes(num_chains) or None,)
+    fields: dict[str, Any] = dict.fromkeys(MHBTState._fields, P(*first))
+    return MHBTState(**(fields | {"batch": P(*first, placement.axes)}))

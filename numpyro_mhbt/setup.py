@@ -17,7 +17,7 @@ from numpyro.infer.util import constrain_fn, initialize_model, unconstrain_fn
 
 from numpyro_mhbt.checks import check_names, finite_sites, nan_rows
 from numpyro_mhbt.control import find_reference
-from numpyro_mhbt.mesh import Placement, across, agreed, own_key, untyped
+from numpyro_mhbt.mesh import Placement, across, agreed, check_axes, own_key
 from numpyro_mhbt.plates import (
     Batch,
     Plate,
@@ -69,7 +69,7 @@ def _to_jax(x: Any) -> Any:
     """NumPy arrays cannot be indexed by the traced rows of a batch."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
         return jnp.asarray(x)
-    return untyped(x)
+    return check_axes(x)
 
 
 class _Static(NamedTuple):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import PartitionSpec as P
 
 from numpyro_mhbt.adaptation import WarmupState
 from numpyro_mhbt.control import Reference
-from numpyro_mhbt.mesh import Placement
 from numpyro_mhbt.plates import Batch, Plate
 from numpyro_mhbt.step import Point
 from numpyro_mhbt.vectors import flatten
+
+if TYPE_CHECKING:
+    from numpyro_mhbt.mesh import Placement
 
 
 class Noise(NamedTuple):
@@ -42,6 +43,7 @@ class Shared:
     plates: tuple[Plate, ...] = field(metadata={"static": True})
     num_rows: float = field(metadata={"static": True})
     placement: Placement | None = field(default=None, metadata={"static": True})
+    """Where rows are, if they are spread over devices."""
 
 
 class Setup(NamedTuple):
@@ -106,20 +108,6 @@ class MHBTState(NamedTuple):
     adapt_state: WarmupState
     shared: Shared
     rng_key: jax.Array
-
-
-def state_specs(
-    axes: tuple[str, ...], chains: tuple[str, ...] | None
-) -> MHBTState:
-    """
-    Where each field is on a mesh: batches with the rows, all else on every device.
-
-    :param axes: of the mesh, over which rows are spread.
-    :param chains: over which chains are, or None if the state is that of one chain.
-    """
-    first = () if chains is None else (chains or None,)
-    fields = dict.fromkeys(MHBTState._fields, P(*first))
-    return MHBTState(**(fields | {"batch": P(*first, axes)}))
 
 
 def to_point(state: MHBTState) -> tuple[Point, Callable]:
