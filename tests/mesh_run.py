@@ -8,7 +8,7 @@ import argparse
 import json
 import os
 
-N, M, DIM = 8000, 400, 2
+N, M, DIM = 4000, 400, 2
 
 
 def rows():
@@ -52,7 +52,7 @@ def main(args):
     mine = slice(args.process_id * share, (args.process_id + 1) * share)
     x, y = (jax.make_array_from_process_local_data(sharding, a[mine]) for a in rows())
     mcmc = MCMC(
-        MHBT(model, control_variate=Taylor(order=2)),
+        MHBT(model, control_variate=Taylor(order=2), temperature=1.0),
         num_warmup=200,
         num_samples=1000,
         num_chains=4,
