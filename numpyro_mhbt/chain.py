@@ -15,6 +15,7 @@ from numpyro_mhbt.adaptation import Adapter, WarmupState
 from numpyro_mhbt.beta import first_beta, forward_acceptance, next_beta
 from numpyro_mhbt.checks import finite_sites
 from numpyro_mhbt.disk import fetch, reads_ahead
+from numpyro_mhbt.mesh import own_key, own_share
 from numpyro_mhbt.plates import Batch, draw_batch, is_subsampled, next_batch
 from numpyro_mhbt.proposals import BetaSchedule, Knobs
 from numpyro_mhbt.settings import Settings
@@ -65,7 +66,7 @@ def start(
     """
     rng_key, key_batch, key_init = random.split(rng_key, 3)
     data = data._replace(params=setup.shared.params)
-    batch = draw_batch(key_batch, data.plates)
+    batch = draw_batch(own_key(data, key_batch), data.plates)
     if init_params is not None:
         z = jax.tree.map(lambda x, y: jnp.asarray(y, x.dtype), setup.z, init_params)
         flat, _ = ravel_pytree(z)
@@ -104,7 +105,8 @@ def start(
         probe = _prober(rng_key, plan, state, settings, data)
         state = state._replace(beta=number(first_beta(plan, probe)))
     log_probs, _ = site_log_probs(settings.model, data, unravel(flat), batch)
-    return state, finite_sites(log_probs), finite_sites(unravel(point.grad))
+    slopes = finite_sites(data, unravel(point.grad))
+    return state, finite_sites(data, log_probs), slopes
 
 
 def _first_point(
@@ -219,14 +221,18 @@ def _walk(state: MHBTState, settings: Settings, data: Data, evaluate: Callable) 
         # All ones, which cost a pass over long vectors each time.
         mass_sqrt_inv = jnp.ones((), mass_sqrt_inv.dtype)
 
+    def draw(key: jax.Array, batch: Batch) -> Batch:
+        own = own_key(data, key)
+        return next_batch(own, batch, data.plates, settings.num_blocks)
+
     def fetch_batch(batch: Batch, next_key: jax.Array | None) -> Data:
         on = data._replace(params=state.shared.params)
         if next_key is None:
             return fetch(on, batch)
-        return fetch(on, batch, draw_batch(next_key, data.plates))
+        return fetch(on, batch, draw_batch(own_key(data, next_key), data.plates))
 
     return Walk(
-        partial(next_batch, plates=data.plates, num_blocks=settings.num_blocks),
+        draw,
         evaluate,
         settings.proposal,
         Knobs(state.step_size, state.beta, c_n, data.num_rows),
@@ -244,7 +250,7 @@ def _follow_beta(
 ) -> MHBTState:
     """β after the ``i``-th draw, which may be the last of an epoch."""
     m = sum(plate.subsample_size for plate in data.plates) or data.num_rows
-    steps = plan.steps_per_epoch or data.num_rows / m
+    steps = plan.steps_per_epoch or data.num_rows * own_share(data) / m
     draws = max(round(steps / settings.steps_per_draw), 1)
     position = (i - 1) % draws + 1
     rate = _mean(state.epoch_accept_prob, state.accept_prob, position)

@@ -12,8 +12,15 @@ import numpy as np
 from numpyro.util import not_jax_tracer
 
 from numpyro_mhbt.disk import fetch
+from numpyro_mhbt.mesh import across, everyones, everywhere, numbered, own_share
 from numpyro_mhbt.plates import Batch, Plate, few_batches, first_rows, plates_of
-from numpyro_mhbt.target import Data, by_row, site_log_probs
+from numpyro_mhbt.target import (
+    Data,
+    Terms,
+    by_row,
+    log_terms,
+    site_log_probs,
+)
 
 
 def check_sites(
@@ -49,9 +56,15 @@ def check_names(
         )
 
 
-def finite_sites(log_probs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Whether each site has a density."""
-    return {name: jnp.all(jnp.isfinite(x)) for name, x in log_probs.items()}
+def finite_sites(
+    data: Data, log_probs: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Whether each site has a density, on all devices."""
+    finite = {name: jnp.all(jnp.isfinite(x)) for name, x in log_probs.items()}
+    if not data.axes:
+        return finite
+    missing = across(data, {name: jnp.sum(~ok) for name, ok in finite.items()})
+    return {name: number == 0 for name, number in missing.items()}
 
 
 def check_start(
@@ -133,7 +146,14 @@ def _nan_rows(
         return found
 
     starts = jnp.minimum(jnp.arange(0, plate.size, chunk), plate.size - chunk)
-    return lax.map(first_nan, starts)
+    found = lax.map(first_nan, starts)
+    if data.axes:
+        here = {
+            k: numbered(data, {plate.name: v})[plate.name] for k, v in found.items()
+        }
+        here = {k: jnp.where(found[k] < 0, -1, v) for k, v in here.items()}
+        found = jax.tree.map(jnp.ravel, everyones(data, here))
+    return found
 
 
 def _is_missing(site: Mapping[str, Any], log_prob: jax.Array) -> jax.Array:
@@ -148,10 +168,59 @@ def check_rows(found: Mapping[str, Mapping[str, jax.Array]]) -> None:
     """Refuse data with NaN, given :func:`nan_rows` of them."""
     for plate, by_site in found.items():
         for name, rows in by_site.items():
-            bad = rows[rows >= 0]
+            bad = np.asarray(rows)[np.asarray(rows) >= 0]
             if bad.size:
                 raise ValueError(
                     f"Site '{name}' is NaN at row {bad[0]} of plate '{plate}': the "
                     "data contain NaN. Drop such rows, or mask them with "
                     "`numpyro.handlers.mask`."
                 )
+
+
+def both_views(
+    data: Data, z: dict[str, Any], *, model: Callable
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """
+    Parts of the log-density on one row of each device, computed in two ways.
+
+    Once with all rows before the model's eyes, and once on each device with its own.
+    """
+    (plate,), placement = data.plates, data.placement
+    assert placement is not None
+
+    def parts(terms: Terms) -> dict[str, jax.Array]:
+        return {"prior": terms.prior + terms.log_det, "exact": terms.exact}
+
+    def here(data: Data, z: dict[str, Any]) -> dict[str, jax.Array]:
+        terms = log_terms(model, data, z, {plate.name: jnp.arange(1)})
+        alike = {name: x / own_share(data) for name, x in parts(terms).items()}
+        (row,) = sum(terms.rows.values(), jnp.zeros(1))
+        return everyones(data, {**alike, "rows": row})
+
+    firsts = jnp.arange(placement.num_shards) * placement.local(data.plates)[0].size
+    terms = log_terms(model, data._replace(placement=None), z, {plate.name: firsts})
+    whole = {**parts(terms), "rows": sum(terms.rows.values(), jnp.zeros(1))}
+    found = everywhere(here)(data, z)
+    return {part: (whole[part], found[part]) for part in whole}
+
+
+_PARTS = {
+    "prior": "prior",
+    "exact": "likelihood outside the subsampled plate",
+    "rows": "likelihood of a row",
+}
+
+
+def check_views(found: Mapping[str, tuple[jax.Array, jax.Array]]) -> None:
+    """Refuse a model that :func:`both_views` see differently."""
+    for part, (whole, here) in found.items():
+        same = np.allclose(whole, here, rtol=1e-3, atol=1e-3, equal_nan=True)
+        if part != "rows":  # of which each device has another
+            same &= np.allclose(here, here[0], rtol=1e-5, atol=1e-5, equal_nan=True)
+        if not same:
+            raise ValueError(
+                f"The data are sharded, and the {_PARTS[part]} is another when a "
+                "device sees its own rows only: the model uses the number of rows, or "
+                "a sum over them, outside of its subsampled plate. Compute such "
+                "numbers before, and pass them as arguments."
+            )

@@ -18,6 +18,7 @@ from numpyro.util import not_jax_tracer
 
 from numpyro_mhbt.adaptation import acceptance_ceiling
 from numpyro_mhbt.convert import finished, temperature_of
+from numpyro_mhbt.mesh import is_first
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.state import MHBTState, Setup, Shared
 from numpyro_mhbt.target import Data, fingerprint, shows_noise
@@ -349,6 +350,7 @@ def warn_of_state(
     now = (draws == 0) & (num_warmup > 0)
     for count in _LOOK_AT:
         now |= draws == count
+    now &= is_first(data)
     said = _say(
         state.i,
         now,
@@ -363,7 +365,7 @@ def warn_of_state(
             lambda: jnp.any(fingerprint(data) != shared.fingerprint),
             lambda: jnp.array(False),
         )
-        said = _say(said, changed, _complain_of_data)
+        said = _say(said, changed & is_first(data), _complain_of_data)
     return state._replace(i=said)
 
 

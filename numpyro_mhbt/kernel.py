@@ -17,6 +17,12 @@ from numpyro_mhbt.chain import adapt, evaluate_again, next_draw, start
 from numpyro_mhbt.checks import check_names, check_sites, checked_start
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.diagnostics import hint_large_constants, warn_of_setup, warn_of_state
+from numpyro_mhbt.mesh import (
+    check_arguments,
+    draw_on_devices,
+    find_placement,
+    start_on_devices,
+)
 from numpyro_mhbt.plates import first_rows, full_data
 from numpyro_mhbt.prepare import Programs, prepare
 from numpyro_mhbt.proposals import RSGLD, Proposal
@@ -195,6 +201,7 @@ class MHBT(MCMCKernel):
     ) -> MHBTState:
         data, sites = read(self._settings.model, model_args, model_kwargs)
         check_sites(sites, data.plates)
+        data = data._replace(placement=find_placement(data, rng_key))
         # `pmap` traces this method, but what all chains share must be concrete.
         with jax.core.eval_context():
             setup = prepare(self._settings, self._programs, data)
@@ -222,7 +229,11 @@ class MHBT(MCMCKernel):
                 f"The chain began with the plates {state.shared.plates}, and cannot go "
                 f"on with data that make them {data.plates}."
             )
+        check_arguments(data, state)
         hint_large_constants(data)
+        return draw_on_devices(self._draw, data, state)
+
+    def _draw(self, data: Data, state: MHBTState) -> MHBTState:
         num_warmup = state.adapt_state.num_warmup
         vectorized = jnp.ndim(state.i) == 1
         lift = jax.vmap if vectorized else _as_is
@@ -249,8 +260,12 @@ class MHBT(MCMCKernel):
         self, state: MHBTState, model_args: tuple, model_kwargs: dict[str, Any] | None
     ) -> MHBTState:
         data, _ = read(self._settings.model, model_args, model_kwargs)
-        again = partial(evaluate_again, settings=self._settings, data=data)
-        return jax.vmap(again)(state) if jnp.ndim(state.i) else again(state)
+
+        def run(data: Data, state: MHBTState) -> MHBTState:
+            again = partial(evaluate_again, settings=self._settings, data=data)
+            return jax.vmap(again)(state) if jnp.ndim(state.i) else again(state)
+
+        return draw_on_devices(run, data, state)
 
     def postprocess_fn(
         self, model_args: tuple, model_kwargs: dict[str, Any] | None
@@ -258,13 +273,16 @@ class MHBT(MCMCKernel):
         model = self._settings.model
         data, sites = read(model, model_args, model_kwargs)
 
-        def constrain(z: dict[str, Any]) -> dict[str, Any]:
+        def constrain(data: Data, z: dict[str, Any]) -> dict[str, Any]:
             hidden = find_batch_sites(model, data, sites, z)
             values = replay(model, data, first_rows(data.plates), z)
             kept = {k: value for k, value in values.items() if k not in hidden}
             return lax.optimization_barrier(kept)
 
-        return constrain
+        if find_placement(data) is not None:
+            # Compiled, rows of which nothing depends stay where they are.
+            return partial(jit_data(constrain), data)
+        return partial(constrain, data)
 
     # Compiled once per shape for this kernel; not pickled.
     @cached_property
@@ -276,7 +294,12 @@ class MHBT(MCMCKernel):
         def run(data: Data, setup: Setup, *chain: Any, num_warmup: int) -> Any:
             lift = _as_is if is_prng_key(chain[0]) else jax.vmap
             begin = partial(start, settings=self._settings, num_warmup=num_warmup)
-            return lax.optimization_barrier(lift(partial(begin, data, setup))(*chain))
+
+            def here(data: Data, setup: Setup, *chain: Any) -> Any:
+                return lift(partial(begin, data, setup))(*chain)
+
+            started = start_on_devices(here, data, setup, *chain)
+            return lax.optimization_barrier(started)
 
         return jit_data(run, quick=True)
 

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from numpyro_mhbt.control import Reference, remainder
 from numpyro_mhbt.disk import fetch
+from numpyro_mhbt.mesh import across, everyones, everywhere
 from numpyro_mhbt.plates import Plate, Rows, few_batches
 from numpyro_mhbt.target import Data, log_terms
 
@@ -66,10 +67,13 @@ def _starts(group: Group, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def groups_of(model: Callable, data: Data, z: dict[str, Any]) -> tuple[Group, ...]:
-    """The sets of plates that rows of the likelihood stand in."""
+    """The sets of plates that rows of the likelihood stand in, as a device has them."""
     one_row = {plate.name: jnp.arange(1) for plate in data.plates}
-    rows = jax.eval_shape(lambda: log_terms(model, data, z, one_row).rows)
-    return tuple(rows)
+
+    def rows(data: Data, z: dict[str, Any]) -> Rows:
+        return log_terms(model, data, z, one_row).rows
+
+    return tuple(jax.eval_shape(lambda: everywhere(rows)(data, z)))
 
 
 def _chunk(
@@ -106,7 +110,8 @@ def derivatives(
         return jnp.sum(jnp.where(fresh, values, 0.0))
 
     grad = jax.grad(log_likelihood)
-    return (grad(z),) if order == 1 else (grad(z), jax.jacfwd(grad)(z))
+    found = (grad(z),) if order == 1 else (grad(z), jax.jacfwd(grad)(z))
+    return across(data, found)
 
 
 def moments(
@@ -120,7 +125,11 @@ def moments(
     group: Group,
     sizes: tuple[int, ...],
 ) -> jax.Array:
-    """Sums of the first four powers of what the expansion misses, at each point."""
+    """
+    Sums of the first four powers of what the expansion misses, at each point.
+
+    The first axis is that of devices, whose rows are drawn apart from others.
+    """
     data, batch, fresh = _chunk(data, start, group, sizes)
 
     def rows_at(z: jax.Array) -> Rows:
@@ -131,7 +140,7 @@ def moments(
         missed = jnp.where(fresh, rows[group], 0.0)
         return jnp.stack([jnp.sum(missed**p) for p in (1, 2, 3, 4)])
 
-    return jax.lax.map(powers, points)
+    return everyones(data, jax.lax.map(powers, points))
 
 
 def gains(
@@ -151,9 +160,10 @@ def gains(
         return log_terms(model, data, unravel(z), batch).rows[group]
 
     first = rows_at(points[0])
-    return jax.lax.map(
+    found = jax.lax.map(
         lambda z: jnp.sum(jnp.where(fresh, rows_at(z) - first, 0.0)), points
     )
+    return across(data, found)
 
 
 def cumulants(sums: np.ndarray, plate: Plate, temperature: float) -> np.ndarray:
@@ -162,7 +172,9 @@ def cumulants(sums: np.ndarray, plate: Plate, temperature: float) -> np.ndarray:
 
     Of independent rows: the finite-population factor (1 - m/n) is applied to each.
 
-    :param sums: of the first four powers over all rows, along the last axis.
+    :param sums: of the first four powers over the rows of each device, along the last
+        axis; the first is that of devices.
+    :param plate: what of it each device has.
     """
     n, m = plate.size, plate.subsample_size
     m1, m2, m3, m4 = np.moveaxis(sums / n, -1, 0)
@@ -171,4 +183,4 @@ def cumulants(sums: np.ndarray, plate: Plate, temperature: float) -> np.ndarray:
     fourth = m4 - 4 * m1 * m3 + 6 * m1**2 * m2 - 3 * m1**4 - 3 * second**2
     weight = n / m / temperature
     scale = m * (1 - m / n) * np.array([weight**2, weight**3, weight**4])
-    return np.stack([second, third, fourth], -1) * scale
+    return np.sum(np.stack([second, third, fourth], -1) * scale, axis=0)

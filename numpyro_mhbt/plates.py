@@ -57,8 +57,7 @@ class _on_rows(Messenger):
                     f"bits: at most {_MOST_ROWS}. Make several plates of them."
                 )
             rows = self.rows(name, size)
-            whole = rows is not None and rows.shape[0] == size
-            if not (whole or 0 < subsample_size <= size):
+            if rows is None and not 0 < subsample_size <= size:
                 raise ValueError(
                     f"plate '{name}' has subsample_size={subsample_size}, which must "
                     f"lie between 1 and its size {size}."

@@ -19,6 +19,7 @@ from numpyro.infer.util import unconstrain_fn
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.convert import finished, import_arviz, param_values, temperature_of
 from numpyro_mhbt.disk import fetch
+from numpyro_mhbt.mesh import across, everywhere, find_placement
 from numpyro_mhbt.passes import gains, groups_of, sum_over_rows
 from numpyro_mhbt.plates import first_rows, with_rows
 from numpyro_mhbt.prepare import Programs, expand
@@ -144,7 +145,8 @@ def data_and_latent(
         for name, draws in mcmc.get_samples().items()
         if sites.get(name, {}).get("type") == "sample"
     }
-    return data._replace(params=param_values(state)), latent
+    data = data._replace(params=param_values(state), placement=find_placement(data))
+    return data, latent
 
 
 def unconstrained(
@@ -183,16 +185,16 @@ def log_posterior(
             terms = log_terms(settings.model, data, unravel(z), rows)
             return terms.prior, terms.exact
 
-        return jax.lax.map(one, points)
+        return across(data, jax.lax.map(one, points))
 
-    found = jit_data(others)(data, points)
+    found = jit_data(everywhere(others))(data, points)
     prior, likelihood = (np.asarray(x, np.float64) for x in found)
     first = unravel(points[0])
 
     def run(data: Data, z: dict[str, Any], *rest: Any, **options: Any) -> Any:
         return gains(data, *rest, model=settings.model, unravel=unravel, **options)
 
-    program = jit_data(run)
+    program = jit_data(everywhere(run))
     for group in groups_of(settings.model, data, first):
         likelihood = likelihood + sum_over_rows(
             program,

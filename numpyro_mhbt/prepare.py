@@ -11,8 +11,9 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_mhbt.checks import check_rows, check_start
+from numpyro_mhbt.checks import both_views, check_rows, check_start, check_views
 from numpyro_mhbt.control import Reference, Taylor
+from numpyro_mhbt.mesh import everywhere
 from numpyro_mhbt.passes import (
     cumulants,
     derivatives,
@@ -50,14 +51,17 @@ class Programs:
                 options |= {"model": settings.model, "unravel": ravel_pytree(z)[1]}
                 return fn(data, *rest, **fixed, **options)
 
-            return jit_data(run, quick=quick)
+            return jit_data(everywhere(run), quick=quick)
 
-        self.look = jit_data(partial(look, settings=settings), quick=True)
-        self.fingerprint = jit_data(fingerprint, quick=True)
+        self.look = jit_data(everywhere(partial(look, settings=settings)), quick=True)
+        self.views = jit_data(partial(both_views, model=settings.model), quick=True)
+        self.fingerprint = jit_data(everywhere(fingerprint), quick=True)
         self.derivatives = compiled(derivatives, quick=False)
         self.moments = compiled(moments, quick=False)
         self.noise_at = compiled(noise_at, temper_prior=settings.temper_prior)
-        self.settle = jit_data(partial(settle, settings=settings), quick=True)
+        self.settle = jit_data(
+            everywhere(partial(settle, settings=settings)), quick=True
+        )
         self.curvature = compiled(curvature, temper_prior=settings.temper_prior)
 
 
@@ -68,6 +72,8 @@ def prepare(settings: Settings, programs: Programs, data: Data) -> Setup:
     check_start(seen.finite)
     check_rows(seen.nan_rows)
     data = data._replace(params=seen.params)
+    if data.placement is not None:
+        check_views(programs.views(data, seen.z))
     control = settings.control_variate if is_subsampled(data.plates) else None
     order = control.order if control else 0
     reference = None if seen.modes is None else Reference(seen.modes[0])
@@ -102,6 +108,7 @@ def prepare(settings: Settings, programs: Programs, data: Data) -> Setup:
         programs.fingerprint(data),
         data.plates,
         data.num_rows,
+        data.placement,
     )
     setup = Setup(seen.z, shared, jnp.asarray(given), _spread(curve, given))
     if fits:

@@ -18,6 +18,7 @@ from numpyro.infer.util import constrain_fn, initialize_model, unconstrain_fn
 from numpyro_mhbt.checks import check_names, finite_sites, nan_rows
 from numpyro_mhbt.control import find_reference
 from numpyro_mhbt.disk import fetch
+from numpyro_mhbt.mesh import Placement, across, agreed, check_axes, own_key
 from numpyro_mhbt.plates import (
     Batch,
     Plate,
@@ -69,7 +70,7 @@ def _to_jax(x: Any) -> Any:
     """NumPy arrays cannot be indexed by the traced rows of a batch."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
         return jnp.asarray(x)
-    return x
+    return check_axes(x)
 
 
 class _Static(NamedTuple):
@@ -79,6 +80,7 @@ class _Static(NamedTuple):
     leaves: tuple
     plates: tuple[Plate, ...]
     num_rows: float
+    placement: Placement | None
     options: tuple
 
 
@@ -110,7 +112,9 @@ def jit_data(fn: Callable, *, quick: bool = False) -> Callable:
         left = iter(arrays)
         leaves = [next(left) if x is _ARRAY else x for x in static.leaves]
         args, kwargs, params = jax.tree.unflatten(static.tree, leaves)
-        data = Data(args, kwargs, static.plates, static.num_rows, params)
+        data = Data(
+            args, kwargs, static.plates, static.num_rows, params, static.placement
+        )
         return fn(data, *rest, **dict(static.options))
 
     thorough = jax.jit(run, static_argnums=0)
@@ -125,6 +129,7 @@ def jit_data(fn: Callable, *, quick: bool = False) -> Callable:
             tuple(_ARRAY if a else x for a, x in zip(is_array, leaves, strict=True)),
             data.plates,
             data.num_rows,
+            data.placement,
             tuple(options.items()),
         )
         arrays = [x for a, x in zip(is_array, leaves, strict=True) if a]
@@ -169,13 +174,13 @@ def look(data: Data, temperature: jax.Array, settings: Settings) -> Look:
     """
     model = settings.model
     key_batch, key_init, key_search = random.split(random.key(0), 3)
-    batch = draw_batch(key_batch, data.plates)
-    data = data._replace(params=_param_values(model, data, batch))
+    batch = draw_batch(own_key(data, key_batch), data.plates)
+    data = data._replace(params=agreed(data, _param_values(model, data, batch)))
     starts = jax.vmap(lambda key: initial_params(key, settings, data, batch))(
         random.split(key_init, _STARTS)
     )
     z = jax.tree.map(lambda x: x[0], starts)
-    finite = finite_sites(site_log_probs(model, data, z, batch)[0])
+    finite = finite_sites(data, site_log_probs(model, data, z, batch)[0])
     modes = None
     control = settings.control_variate
     chosen = settings.c_n is None and settings.temperature is None
@@ -213,7 +218,7 @@ def _search(
 
     def height(z: jax.Array) -> jax.Array:
         terms = log_terms(settings.model, fetched, unravel(z), rows)
-        value = terms.prior + terms.exact + total(terms.rows)
+        value = across(data, terms.prior + terms.exact + total(terms.rows))
         return jnp.where(jnp.isfinite(value), value, -jnp.inf)
 
     return modes[jnp.argsort(-lax.map(height, modes))]
@@ -242,7 +247,7 @@ def climb(
     return find_reference(
         rng_key,
         flat,
-        draw=partial(draw_batch, plates=data.plates),
+        draw=lambda key: draw_batch(own_key(data, key), data.plates),
         gradient=lambda z, batch: evaluate(z, batch).grad,
         num_steps=num_steps,
     )
@@ -252,14 +257,15 @@ def initial_params(
     rng_key: jax.Array, settings: Settings, data: Data, batch: Batch
 ) -> dict[str, Any]:
     """A starting point with finite density and gradient on ``batch``, if any."""
-    return initialize_model(
+    found = initialize_model(
         rng_key,
         substitute(with_rows(settings.model, batch), data=data.params),
         init_strategy=settings.init_strategy or init_to_uniform,
         dynamic_args=True,
         model_args=data.args,
         model_kwargs=data.kwargs,
-    ).param_info.z
+    )
+    return agreed(data, found.param_info.z)
 
 
 def _param_values(model: Callable, data: Data, batch: Batch) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.flatten_util import ravel_pytree
@@ -14,6 +14,9 @@ from numpyro_mhbt.control import Reference
 from numpyro_mhbt.plates import Batch, Plate
 from numpyro_mhbt.step import Point
 from numpyro_mhbt.vectors import flatten
+
+if TYPE_CHECKING:
+    from numpyro_mhbt.mesh import Placement
 
 
 class Noise(NamedTuple):
@@ -39,6 +42,8 @@ class Shared:
     """Of the data that the sums in ``reference`` belong to."""
     plates: tuple[Plate, ...] = field(metadata={"static": True})
     num_rows: float = field(metadata={"static": True})
+    placement: Placement | None = field(default=None, metadata={"static": True})
+    """Where rows are, if they are spread over devices."""
 
 
 class Setup(NamedTuple):

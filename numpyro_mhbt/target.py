@@ -24,6 +24,7 @@ from numpyro.infer.util import _unconstrain_reparam, compute_log_probs
 
 from numpyro_mhbt.control import Reference, remainder
 from numpyro_mhbt.disk import fetch, files_of
+from numpyro_mhbt.mesh import Placement, across, own_share
 from numpyro_mhbt.plates import Batch, Plate, Rows, plates_of, with_rows
 from numpyro_mhbt.step import Point
 
@@ -50,6 +51,10 @@ class Data(NamedTuple):
     """The paper's n."""
     params: dict[str, Any]
     """Values of ``param`` and ``mutable`` sites, which are not sampled."""
+    placement: Placement | None = None
+    """Where rows are, if they are spread over devices."""
+    axes: tuple[str, ...] = ()
+    """Of the mesh, if these are the rows of one device."""
 
 
 def fingerprint(data: Data) -> jax.Array:
@@ -74,6 +79,8 @@ def fingerprint(data: Data) -> jax.Array:
             code = 31 * code + jnp.sum(
                 bits * jnp.arange(1, bits.size + 1, dtype=bits.dtype)
             )
+    if data.axes:
+        code = across(data, code * (2 * lax.axis_index(data.axes) + 1).astype("uint32"))
     return code
 
 
@@ -95,7 +102,11 @@ def _constrain(z: dict[str, Any], site: dict[str, Any]) -> Any:
 
 
 def log_terms(model: Callable, data: Data, z: dict[str, Any], batch: Batch) -> Terms:
-    """The log-density at unconstrained ``z`` on ``batch``, sorted into its parts."""
+    """
+    The log-density at unconstrained ``z`` on ``batch``, sorted into its parts.
+
+    On one of several devices what stands outside the plates counts by its share.
+    """
     log_probs, sites = site_log_probs(model, data, z, batch)
     prior = exact = log_det = jnp.zeros(())
     rows: Rows = {}
@@ -111,6 +122,9 @@ def log_terms(model: Callable, data: Data, z: dict[str, Any], batch: Batch) -> T
             exact += jnp.sum(log_prob)
         else:
             prior += jnp.sum(log_prob)
+    if data.axes:
+        alike = own_share(data)
+        prior, exact, log_det = prior * alike, exact * alike, log_det * alike
     return Terms(prior, exact, log_det, rows)
 
 
@@ -221,6 +235,8 @@ def make_evaluate(
         rows, known = terms.rows, jnp.zeros(())
         if reference is not None:
             rows, known = remainder(rows, lambda z: terms_at(z).rows, reference, z)
+        if data.axes:
+            known *= own_share(data)
         likelihood = terms.exact + total(rows) + known
         noise = noise_variance(rows) / temperature**2
         if temper_prior:
@@ -235,8 +251,13 @@ def make_evaluate(
     def evaluate(z: jax.Array, batch: Batch, fetched: Data | None = None) -> Point:
         on_batch = partial(objective, batch=batch, data=fetched or fetch(data, batch))
         if not gradient:
-            return on_batch(z)[1]
+            return summed(on_batch(z)[1], ("value",))
         (_, point), grad = jax.value_and_grad(on_batch, has_aux=True)(z)
-        return point._replace(grad=grad)
+        return summed(point._replace(grad=grad), ("value", "grad"))
+
+    def summed(point: Point, known: tuple[str, ...]) -> Point:
+        fields = (*known, "potential_energy", "noise_variance")
+        parts = {name: getattr(point, name) for name in fields}
+        return point._replace(**across(data, parts))
 
     return evaluate

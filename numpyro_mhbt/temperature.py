@@ -12,6 +12,7 @@ import numpy as np
 
 from numpyro_mhbt.control import Reference, remainder
 from numpyro_mhbt.disk import fetch
+from numpyro_mhbt.mesh import across
 from numpyro_mhbt.plates import Plate, pool
 from numpyro_mhbt.target import Data, Terms, log_terms, noise_variance, total
 
@@ -92,7 +93,8 @@ def curvature(
         return _parts(terms, temper_prior, with_rows)
 
     grads = jax.jacrev(parts)
-    return Curvature(z, *zip(grads(z), jax.jacfwd(grads)(z), strict=True))
+    found = across(data, (grads(z), jax.jacfwd(grads)(z)))
+    return Curvature(z, *zip(*found, strict=True))
 
 
 def _parts(
@@ -132,7 +134,7 @@ def noise_at(
             rows, _ = remainder(rows, lambda z: terms_at(z).rows, reference, z)
         return noise_variance(rows), *_parts(terms, temper_prior, with_rows=True)
 
-    return lax.map(at, points)
+    return across(data, lax.map(at, points))
 
 
 def temperature_grid(n: float) -> np.ndarray:

@@ -10,6 +10,7 @@ from numpyro.infer import MCMC
 def run_chains(kernel, *args, num_chains=512, burn=300, draws=500, seed=0, **kwargs):
     """Draws by site with a leading axis of chains; nothing is adapted unless asked."""
     init_params = kwargs.pop("init_params", None)
+    jit_model_args = kwargs.pop("jit_model_args", False)
     mcmc = MCMC(
         kernel,
         num_warmup=burn,
@@ -17,6 +18,7 @@ def run_chains(kernel, *args, num_chains=512, burn=300, draws=500, seed=0, **kwa
         num_chains=num_chains,
         chain_method="vectorized",
         progress_bar=False,
+        jit_model_args=jit_model_args,
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "MHBT: ")

@@ -6,7 +6,7 @@ moments come from quadrature over θ.
 """
 
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations, product
 
 from chains import assert_moments, run_chains, z_score
 import jax
@@ -43,11 +43,28 @@ def _expansion(grid, reference, order):
     return sum(terms[: order + 1])
 
 
+def all_batches(n, m, strata=1):
+    """Every batch, as the tuples of rows that are drawn from each stratum."""
+    size = n // strata
+    draws = [
+        combinations(range(h * size, (h + 1) * size), m // strata)
+        for h in range(strata)
+    ]
+    return list(product(*draws))
+
+
 class Exact:
     """Moments and distribution function of the marginal over all batches."""
 
     def __init__(
-        self, c_n, reference=None, order=0, correct=False, m=M, temper_prior=True
+        self,
+        c_n,
+        reference=None,
+        order=0,
+        correct=False,
+        m=M,
+        temper_prior=True,
+        strata=1,
     ):
         grid = np.linspace(-40, 40, 40_001)
         temperature = N / c_n
@@ -58,11 +75,13 @@ class Exact:
         prior = stats.norm.logpdf(grid, 0.5, 2) / (temperature if temper_prior else 1)
         known, missed = expansion.sum(0), rows - expansion
         batches = []
-        for batch in combinations(range(N), m):
-            part = missed[list(batch)]
-            value = (known + N * part.mean(0)) / temperature
+        for batch in all_batches(N, m, strata):
+            value = known + N * missed[list(chain(*batch))].mean(0)
+            value /= temperature
             if correct:
-                variance = (1 - m / N) * N**2 / m * part.var(0, ddof=1)
+                parts = (missed[list(rows)] for rows in batch)
+                spread = sum(part.var(0, ddof=1) for part in parts)
+                variance = (1 - m / N) * N**2 / m * spread / strata
                 value -= variance / temperature**2 / 2
             batches.append(value)
         log_p = prior + special.logsumexp(batches, axis=0)
@@ -75,13 +94,13 @@ class Exact:
     def quantile(self, u):
         return jnp.asarray(np.interp(u, self.cdf, self.grid))
 
-    def scores(self, kernel, seed=0, **kwargs):
+    def scores(self, kernel, seed=0, y=Y, **kwargs):
         """z-scores of mean and variance, and the p-value of Kolmogorov-Smirnov."""
         num_chains = 1024
         start = self.quantile((np.arange(num_chains) + 0.5) / num_chains)
         mu = run_chains(
             kernel,
-            Y,
+            y,
             num_chains=num_chains,
             seed=seed,
             init_params={"mu": start},
