@@ -236,7 +236,7 @@ def _measure(
 
     The log of E exp(noise) is v/2 and then k3/6 + k4/24, which nothing corrects.
     """
-    found = []
+    found, dense = [], np.ones(NUM_POINTS, bool)
     for group in groups_of(settings.model, data, z):
         if len(group) > 1:
             return None
@@ -251,7 +251,13 @@ def _measure(
             what="Noise of the expansion",
             width=points.shape[1],
         )
-        found.append(cumulants(sums, group[0], temperature))
-    k2, k3, k4 = np.moveaxis(np.sum(found, axis=0), -1, 0)
+        with np.errstate(invalid="ignore", over="ignore"):
+            found.append(cumulants(sums, group[0], temperature))
+        dense &= np.isfinite(sums[:, 0])
+    if not dense.any():
+        return Noise(*jnp.full(2, jnp.inf))
+    # No chain goes where there is no density; what else has no value is too large.
+    k2, k3, k4 = np.moveaxis(np.sum(found, axis=0)[dense], -1, 0)
     leftover = np.abs(k3) / 6 + np.abs(k4) / 24
-    return Noise(*(jnp.asarray(np.quantile(x, 0.9)) for x in (k2, leftover)))
+    with np.errstate(invalid="ignore"):
+        return Noise(*(jnp.asarray(np.quantile(x, 0.9)) for x in (k2, leftover)))

@@ -161,7 +161,7 @@ JACOBIAN_IN_SCOPE = Description(
 )
 
 
-@settings(some, derandomize=True)
+@settings(some, max_examples=8, derandomize=True)
 @example(LATENT_IN_WHOLE_PLATE, None, False)
 @example(JACOBIAN_IN_SCOPE, 0, True)
 @every_model
