@@ -231,7 +231,9 @@ class MHBT(MCMCKernel):
             )
         check_arguments(data, state)
         hint_large_constants(data)
-        return draw_on_devices(self._draw, data, state)
+        state = draw_on_devices(self._draw, data, state)
+        own = {k: v for k, v in state._asdict().items() if k != "shared"}
+        return MHBTState(**lax.optimization_barrier(own), shared=shared)
 
     def _draw(self, data: Data, state: MHBTState) -> MHBTState:
         num_warmup = state.adapt_state.num_warmup
@@ -252,9 +254,7 @@ class MHBT(MCMCKernel):
             state = state._replace(adapt_state=adapt_state)
             if self._settings.step_size_schedule is None:
                 state = state._replace(step_size=adapt_state.step_size)
-        state = warn_of_state(self._settings, data, i, state)
-        own = {k: v for k, v in state._asdict().items() if k != "shared"}
-        return MHBTState(**lax.optimization_barrier(own), shared=shared)
+        return warn_of_state(self._settings, data, i, state)
 
     def refresh(
         self, state: MHBTState, model_args: tuple, model_kwargs: dict[str, Any] | None

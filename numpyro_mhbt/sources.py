@@ -116,8 +116,8 @@ class MappedFile:
         if _are_contiguous(rows) and self._array.flags.c_contiguous:
             _, offset, _, strides, _ = self._where
             first, last = int(rows[0]), int(rows[-1]) + 1
-            begin, end = (offset + row * strides[0] for row in (first, last))
-            self._advise("MADV_WILLNEED", begin, end)
+            ends = (offset + row * strides[0] for row in (first, last))
+            self._advise("MADV_WILLNEED", *ends)
             return np.array(self._array[first:last])
         begin = time.perf_counter()
         if self._is_cold:
