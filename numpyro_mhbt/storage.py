@@ -226,5 +226,5 @@ def _digest(head: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
     code = hashlib.sha256(json.dumps(head).encode())
     for name, array in arrays.items():
         code.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        code.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        code.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return code.hexdigest()
