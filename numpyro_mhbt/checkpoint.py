@@ -270,7 +270,8 @@ class _Task:
         init_params: Any,
     ) -> None:
         self._mcmc = mcmc
-        self._given_key = rng_key
+        typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
+        self._given_key = rng_key if typed else random.wrap_key_data(rng_key)
         self._init_params = jax.tree.map(jnp.asarray, init_params)
         self._extra_fields = extra_fields
         several = mcmc.num_chains > 1
@@ -351,9 +352,7 @@ class _Task:
             state = mcmc.sampler.init(
                 key, mcmc.num_warmup, init_params, mcmc._args, mcmc._kwargs
             )
-            if callable(mcmc.chain_method):
-                leaves = jax.tree.leaves(state)
-                self.alike = [not isinstance(x, jax.core.Tracer) for x in leaves]
+            self._note(state)
             return state
 
         return self._map(init)((self._keys, self._init_params))
@@ -401,7 +400,14 @@ class _Task:
             self._sample, self._collect, num_rows, mcmc.thinning,
             (state, *jit_args), begin, count,
         )  # fmt: skip
+        self._note(state)
         return state, dict(zip(self._fields, rows, strict=True))
+
+    def _note(self, state: MHBTState) -> None:
+        """Which leaves are alike: at the start more of them than after some draws."""
+        if callable(self._mcmc.chain_method):
+            leaves = jax.tree.leaves(state)
+            self.alike = [not isinstance(x, jax.core.Tracer) for x in leaves]
 
     def _map(self, fn: Callable) -> Callable:
         """

@@ -134,18 +134,17 @@ def path():
         yield Path(name) / "run"
 
 
+slow = pytest.mark.slow
 CHAINS = [
     ("sequential", 1, {"num_warmup": 0}),
-    ("sequential", 2, {}),
-    ("parallel", 2, {}),
+    pytest.param("sequential", 2, {}, marks=slow),
+    pytest.param("parallel", 2, {}, marks=slow),
     ("vectorized", 2, {"jit_model_args": True}),
+    pytest.param(*VMAP.values, {}, id="jax.vmap", marks=[slow, *VMAP.marks]),
 ]
 
 
-@pytest.mark.parametrize(
-    "method, num_chains, options",
-    [*CHAINS, pytest.param(*VMAP.values, {}, id="jax.vmap", marks=VMAP.marks)],
-)
+@pytest.mark.parametrize("method, num_chains, options", CHAINS)
 def test_draws_and_state_are_those_of_a_plain_run(path, method, num_chains, options):
     make = partial(make_mcmc, num_chains=num_chains, chain_method=method, **options)
     whole, killed, last = make(), make(), make()
@@ -189,21 +188,36 @@ def num_operations():
 
 
 def moments_to_fail(num):
-    """Every kind of operation, around those that matter, and others by chance."""
+    """Around opening, flushing and renaming, and others by chance."""
     done = num_operations()
     rare = [i for i, what in enumerate(done) if what != "write"]
-    chosen = dice.Random(0).sample(range(len(done)), num)
-    return sorted({*rare, *(i + 1 for i in rare[:-1]), *chosen})
+    around = {*rare, *(i + 1 for i in rare[:-1])}
+    chance = dice.Random(0)
+    return sorted(
+        {
+            *chance.sample(sorted(around), min(num, len(around))),
+            *chance.sample(range(len(done)), num),
+        }
+    )
 
 
-@pytest.mark.parametrize("torn", [False, True], ids=["before", "in the middle"])
-def test_run_killed_at_any_operation_goes_on(path, torn):
-    expected = result(unbroken())
-    for at in moments_to_fail(30):
+def kill_in_turn(path, torn, num):
+    for at in moments_to_fail(num):
         shutil.rmtree(path, ignore_errors=True)
         with pytest.raises(Killed), Disk(at, torn=torn).mounted():
             run(path)
-        assert_identical(run(path), expected)
+        assert_identical(run(path), result(unbroken()))
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["before", "in the middle"])
+def test_run_killed_at_a_file_operation_goes_on(path, torn):
+    kill_in_turn(path, torn, 4)
+
+
+@slow
+@pytest.mark.parametrize("torn", [False, True], ids=["before", "in the middle"])
+def test_run_killed_at_any_file_operation_goes_on(path, torn):
+    kill_in_turn(path, torn, 60)
 
 
 def test_run_killed_again_and_again_ends_as_if_it_had_not_been(path):
@@ -220,7 +234,7 @@ def test_run_killed_again_and_again_ends_as_if_it_had_not_been(path):
 
 def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(path):
     full = partial(OSError, errno.ENOSPC, "No space left on device")
-    for at in moments_to_fail(10):
+    for at in moments_to_fail(4):
         shutil.rmtree(path, ignore_errors=True)
         with pytest.raises(OSError, match="No space left") as caught:
             with Disk(at, error=full, torn=True).mounted():
@@ -289,7 +303,7 @@ def test_process_killed_by_the_system_goes_on(path):
     kill_and_continue(path, 2)
 
 
-@pytest.mark.slow
+@slow
 def test_process_killed_by_the_system_many_times_goes_on(path):
     kill_and_continue(path, 25)
 
