@@ -253,7 +253,7 @@ def _measure(
         )
         with np.errstate(invalid="ignore", over="ignore"):
             found.append(cumulants(sums, group[0], temperature))
-        dense &= np.isfinite(sums[:, 0])
+        dense &= np.isfinite(sums[..., 0]).all(axis=0)  # on all devices
     if not dense.any():
         return Noise(*jnp.full(2, jnp.inf))
     # No chain goes where there is no density; what else has no value is too large.
