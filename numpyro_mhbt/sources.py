@@ -119,12 +119,12 @@ class MappedFile:
             ends = (offset + row * strides[0] for row in (first, last))
             self._advise("MADV_WILLNEED", *ends)
             return np.array(self._array[first:last])
-        begin = time.perf_counter()
+        started = time.perf_counter()
         if self._is_cold:
             found = self._take_together(rows)
         else:
             found = self._array.take(rows, axis=0, mode="clip")
-        self._is_cold = time.perf_counter() - begin > _COLD
+        self._is_cold = time.perf_counter() - started > _COLD
         return found
 
     def _take_together(self, rows: np.ndarray) -> np.ndarray:

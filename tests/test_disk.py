@@ -83,8 +83,12 @@ def same_draws(arrays, files, make_kernel, **options):
 @pytest.mark.parametrize("order", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "chain_method",
-    ["sequential", "vectorized", "parallel", jax.vmap],
-    ids=["sequential", "vectorized", "parallel", "vmap"],
+    [
+        "vectorized",
+        "parallel",
+        pytest.param("sequential", marks=pytest.mark.slow),
+        pytest.param(jax.vmap, marks=pytest.mark.slow, id="vmap"),
+    ],
 )
 def test_draws_are_those_of_arrays(arrays, files, chain_method, order):
     make_kernel = partial(MHBT, model, control_variate=Taylor(order=order), c_n=50)
