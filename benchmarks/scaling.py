@@ -175,6 +175,7 @@ def report(points: list[dict], args: argparse.Namespace) -> None:
     for fitted, name in (True, "fitted"), (False, "held out"):
         size = np.abs(errors[fitted])
         print(f"\n{name}: relative error {size.mean():.0%}, at most {size.max():.0%}")
+    print(f"\nall-reduce between two processes: {1e3 * constants[6]:.2f} ms and more")
     n, d = args.rows, args.dim
     print(
         f"\nn = {n:.0e}, d = {d}, {1e6 * args.latency:.0f} us and "
