@@ -221,6 +221,8 @@ def picture(
     left.loglog(1e3 * ends, 1e3 * ends, color="grey", lw=1, zorder=0)
     left.set(xlabel="measured, ms a step", ylabel="cost model, ms a step")
     left.set_title(f"{args.cores} cores: 1 to 8 devices, 2 processes")
+    left.xaxis.set_minor_formatter("")
+    left.yaxis.set_minor_formatter("")
     left.legend(frameon=False)
     hosts = 2 ** np.arange(8)
     for m in args.batch:
