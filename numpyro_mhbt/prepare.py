@@ -245,7 +245,8 @@ def _measure(
             what="Noise of the expansion",
             width=points.shape[1],
         )
-        found.append(cumulants(sums, group[0], temperature))
+        # Devices draw apart from each other, so their cumulants add up.
+        found.append(np.sum(cumulants(sums, group[0], temperature), axis=0))
     k2, k3, k4 = np.moveaxis(np.sum(found, axis=0), -1, 0)
     leftover = np.abs(k3) / 6 + np.abs(k4) / 24
     return Noise(*(jnp.asarray(np.quantile(x, 0.9)) for x in (k2, leftover)))
