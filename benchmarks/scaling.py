@@ -175,6 +175,7 @@ def report(points: list[dict], args: argparse.Namespace) -> None:
     for fitted, name in (True, "fitted"), (False, "held out"):
         size = np.abs(errors[fitted])
         print(f"\n{name}: relative error {size.mean():.0%}, at most {size.max():.0%}")
+    print(f"\nall-reduce between two processes: {1e3 * constants[6]:.2f} ms and more")
     n, d = args.rows, args.dim
     print(
         f"\nn = {n:.0e}, d = {d}, {1e6 * args.latency:.0f} us and "
@@ -220,6 +221,8 @@ def picture(
     left.loglog(1e3 * ends, 1e3 * ends, color="grey", lw=1, zorder=0)
     left.set(xlabel="measured, ms a step", ylabel="cost model, ms a step")
     left.set_title(f"{args.cores} cores: 1 to 8 devices, 2 processes")
+    left.xaxis.set_minor_formatter("")
+    left.yaxis.set_minor_formatter("")
     left.legend(frameon=False)
     hosts = 2 ** np.arange(8)
     for m in args.batch:

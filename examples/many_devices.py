@@ -82,14 +82,14 @@ def main(args: argparse.Namespace) -> None:
         num_chains=4,
         chain_method="vectorized",
         jit_model_args=True,
-        progress_bar=jax.process_index() == 0,
+        progress_bar=False,
     )
+    # All processes do the same to the end, or those that go on would wait for others.
     mcmc.run(random.key(0), *rows)
+    report, w = batch_report(mcmc), np.asarray(mcmc.get_samples()["w"])
     if jax.process_index() > 0:
         return
-    mcmc.print_summary()
-    print(batch_report(mcmc))
-    w = np.asarray(mcmc.get_samples()["w"])
+    print(report)
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     axes.errorbar(np.arange(DIM), w.mean(0) - truth, 2 * w.std(0), fmt="o")
     axes.axhline(0, color="grey", lw=1)

@@ -172,9 +172,8 @@ def cumulants(sums: np.ndarray, plate: Plate, temperature: float) -> np.ndarray:
 
     Of independent rows: the finite-population factor (1 - m/n) is applied to each.
 
-    :param sums: of the first four powers over the rows of each device, along the last
-        axis; the first is that of devices.
-    :param plate: what of it each device has.
+    :param sums: of the first four powers over all rows of the plate (or of what of it a
+        device has), along the last axis.
     """
     n, m = plate.size, plate.subsample_size
     m1, m2, m3, m4 = np.moveaxis(sums / n, -1, 0)
@@ -183,4 +182,4 @@ def cumulants(sums: np.ndarray, plate: Plate, temperature: float) -> np.ndarray:
     fourth = m4 - 4 * m1 * m3 + 6 * m1**2 * m2 - 3 * m1**4 - 3 * second**2
     weight = n / m / temperature
     scale = m * (1 - m / n) * np.array([weight**2, weight**3, weight**4])
-    return np.sum(np.stack([second, third, fourth], -1) * scale, axis=0)
+    return np.stack([second, third, fourth], -1) * scale
