@@ -256,6 +256,10 @@ def _measure(
         # Devices draw apart from each other, so their cumulants add up.
         found.append(np.sum(by_device, axis=0))
         dense &= np.isfinite(sums[..., 0]).all(axis=0)
+    if not dense.any():
+        return Noise(*jnp.full(2, jnp.inf))
+    # No chain goes where there is no density; what else has no value is too large.
+    k2, k3, k4 = np.moveaxis(np.sum(found, axis=0)[dense], -1, 0)
     leftover = np.abs(k3) / 6 + np.abs(k4) / 24
     with np.errstate(invalid="ignore"):
         return Noise(*(jnp.asarray(np.quantile(x, 0.9)) for x in (k2, leftover)))
