@@ -10,7 +10,7 @@ are made up from known coefficients, so the picture shows whether they were foun
 On a cluster, in each process, with addresses of your own:
 
     python examples/many_devices.py \\
-        --coordinator 10.0.0.1:1234 --num-processes 4 --process-id 0
+        --coordinator host-0:1234 --num-processes 4 --process-id 0
 """
 
 from __future__ import annotations
