@@ -231,6 +231,7 @@ def test_adapted_step_size_and_mass_matrix(dense_mass):
     Exact(6.0).assert_sampled_by(kernel, burn=500)
 
 
+@pytest.mark.slow
 def test_paper_noise_has_the_same_target():
     kernel = MHBT(
         model,
