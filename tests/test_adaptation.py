@@ -73,7 +73,9 @@ def test_target_accept_prob_is_taken_literally():
     assert np.mean(extra["accept_prob"]) == pytest.approx(0.8, abs=0.06)
 
 
-@pytest.mark.parametrize("dense_mass", [False, True])
+@pytest.mark.parametrize(
+    "dense_mass", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_matched_moves_in_a_gaussian_are_all_but_independent(dense_mass):
     """The longest step is found and not exceeded, and leaves no correlation."""
     kernel = MHBT(model, SGLD(), control_variate=Taylor(2), dense_mass=dense_mass)

@@ -209,13 +209,25 @@ def kill_in_turn(path, torn, num):
         assert_identical(run(path), result(unbroken()))
 
 
-@pytest.mark.parametrize("torn", [False, True], ids=["before", "in the middle"])
+@pytest.mark.parametrize(
+    "torn",
+    [
+        pytest.param(False, id="before", marks=slow),
+        pytest.param(True, id="in the middle"),
+    ],
+)
 def test_run_killed_at_a_file_operation_goes_on(path, torn):
     kill_in_turn(path, torn, 4)
 
 
 @slow
-@pytest.mark.parametrize("torn", [False, True], ids=["before", "in the middle"])
+@pytest.mark.parametrize(
+    "torn",
+    [
+        pytest.param(False, id="before", marks=slow),
+        pytest.param(True, id="in the middle"),
+    ],
+)
 def test_run_killed_at_any_file_operation_goes_on(path, torn):
     kill_in_turn(path, torn, 60)
 

@@ -64,7 +64,9 @@ def z_scores(draws, exact, ess):
 
 
 @pytest.mark.parametrize("temper_prior", [True, False])
-@pytest.mark.parametrize("temperature", [2.0, 5.0])
+@pytest.mark.parametrize(
+    "temperature", [2.0, pytest.param(5.0, marks=pytest.mark.slow)]
+)
 def test_weights_lead_to_the_conjugate_posterior(temperature, temper_prior):
     beta = stats.beta(5 + COIN.sum(), 1 + N - COIN.sum())
     settings = {"temperature": temperature, "temper_prior": temper_prior}
