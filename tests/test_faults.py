@@ -290,3 +290,22 @@ def test_extreme_scales_are_right_or_refused_or_said(scale, order, name):
     t = float(mcmc.last_state.temperature[0])
     assert w.mean() == pytest.approx(np.sum(y / scale) / 61, abs=0.2 * (t / 61) ** 0.5)
     assert w.std() == pytest.approx((t / 61) ** 0.5, rel=0.15)
+
+
+@pytest.mark.filterwarnings("ignore:MHBT")
+@pytest.mark.parametrize("length, lost", [(1e-3, True), (100.0, False)])
+def test_move_lost_to_rounding_is_none(length, lost):
+    """Near 10^8 numbers of 32 bits are 8 apart."""
+
+    def far_out(y):
+        mu = numpyro.sample("mu", dist.Normal(1e8, 1e4))
+        with numpyro.plate("N", len(y), subsample_size=5) as rows:
+            numpyro.sample("y", dist.Normal(mu, 1e4), obs=y[rows])
+
+    data = (1e8 + 1e4 * random.normal(random.key(0), (20,)),)
+    kernel = MHBT(far_out, RandomWalk(length), temperature=1.0, **FIXED)
+    start = {"mu": jnp.array(1e8)}
+    state = kernel.init(random.key(1), 0, start, data, {})
+    for _ in range(20):
+        state = kernel.sample(state, data, {})
+    assert (float(state.mean_accept_prob) == 0) == lost
