@@ -24,6 +24,7 @@ from numpyro.util import is_prng_key
 from tqdm.auto import tqdm
 
 from numpyro_mhbt.kernel import of_all_chains
+from numpyro_mhbt.mesh import find_placement
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.setup import read
 from numpyro_mhbt.state import MHBTState
@@ -105,6 +106,11 @@ class Checkpoint:
         """
         if not isinstance(getattr(mcmc.sampler, "_settings", None), Settings):
             raise TypeError(f"Checkpoint needs a kernel MHBT, got {mcmc.sampler!r}.")
+        if find_placement(read(mcmc.sampler._settings.model, args, kwargs)[0]):
+            raise NotImplementedError(
+                "Checkpoint does not write runs on sharded data. Use `mcmc.run`, or "
+                "put the data on one device."
+            )
         task = _Task(mcmc, rng_key, args, kwargs, tuple(extra_fields), init_params)
         _claim(self.path)
         with locked(self.path):
@@ -518,12 +524,9 @@ def _describe(value: Any) -> Any:
 
 def _named(value: Any) -> str:
     """By name, for a ``repr`` may have an address in it."""
-    name = getattr(value, "__qualname__", None)
-    return name or (
-        value.__repr__()
-        if isinstance(value, str | int | float | None)
-        else type(value).__qualname__
-    )
+    if isinstance(value, str | int | float | None):
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _describe_array(array: Any) -> str:

@@ -32,7 +32,15 @@ from scipy import stats
 from test_exact import FIXED, PLAIN, Exact, Y, all_batches, expanded
 from test_exact import model as logistic
 
-from numpyro_mhbt import MHBT, RSGLD, RandomWalk, Taylor, batch_report, untemper
+from numpyro_mhbt import (
+    MHBT,
+    RSGLD,
+    Checkpoint,
+    RandomWalk,
+    Taylor,
+    batch_report,
+    untemper,
+)
 from numpyro_mhbt.control import Reference
 from numpyro_mhbt.mesh import find_placement, numbered, on_devices
 from numpyro_mhbt.setup import read
@@ -459,3 +467,12 @@ def test_several_processes(posterior, tmp_path):
     assert first["draws"] == second["draws"]
     assert first["temperature"] == 1
     assert_of_posterior(first["draws"], posterior)
+
+
+def test_checkpoints_are_refused_by_name(tmp_path):
+    mcmc = MCMC(MHBT(regression), num_warmup=1, num_samples=1, jit_model_args=True)
+    data = spread(mesh_of(2), *regression_data())
+    path = tmp_path / "run"
+    with pytest.raises(NotImplementedError, match="sharded data"):
+        Checkpoint(path).run(mcmc, random.key(0), *data)
+    assert not path.exists()
