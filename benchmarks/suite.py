@@ -9,10 +9,11 @@ something else is no sampler.
 Needs BlackJAX: ``pip install -e ".[bench]"``. ``--data`` is the folder that
 ``models.py`` describes; without it real data are left out.
 
-    python benchmarks/suite.py --data DIR          # everything, about an hour
+    python benchmarks/suite.py --data DIR          # everything, more than an hour
     python benchmarks/suite.py --quick             # a part of it, under five minutes
     python benchmarks/suite.py --targets           # what we aim at, 15 minutes
     python benchmarks/suite.py --only steps first-draw
+    python benchmarks/suite.py --tables            # anew, nothing measured
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def section_speed(args: argparse.Namespace) -> list[Row]:
 def plot_speed(rows: list[Row], path: Path) -> None:
     names = list(dict.fromkeys(f"{r['problem']}\nn = {r['n']:,}" for r in rows))
     families = list(dict.fromkeys(r["sampler"] for r in rows))
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.8 * len(names)))
+    figure, axes = plt.subplots(figsize=(6.5, 1.2 + 0.7 * len(names)))
     for r in rows:
         if r["ESS/s"] > 0:
             place = families.index(r["sampler"])
@@ -249,13 +250,13 @@ def plot_speed(rows: list[Row], path: Path) -> None:
             label="hollow: too far off",
         )
     )
-    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.legend(handles=handles, ncol=3, loc="upper right", bbox_to_anchor=(1, -0.1))
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     for y in np.arange(len(names) - 1) + 0.5:
         axes.axhline(y, color="0.85", lw=0.8)
     axes.set(xlabel="effective samples per second")
-    figure.savefig(path, dpi=90, bbox_inches="tight")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
 
@@ -583,13 +584,47 @@ def targets(results: dict[str, list[Row]]) -> list[Row]:
 def cell(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
-    return "not yet" if value == np.inf else f"{value:.3g}"
+    if value == np.inf:
+        return "not yet"
+    return np.format_float_positional(float(f"{value:.3g}"), trim="-")
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        f"| {' | '.join(rows[0])} |",
+        "| --- " * len(rows[0]) + "|",
+        *(f"| {' | '.join(map(cell, row.values()))} |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def tables_of_speed(rows: list[Row]) -> str:
+    """One for each problem, the setting last: a phone shows the first columns."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        row = dict(row)
+        name, n, d, setting = (row.pop(k) for k in ("problem", "n", "d", "setting"))
+        title = f"**{name}**, n = {n}, d = {d}\n\n"
+        row["setting"] = setting.replace(" ", "\N{NO-BREAK SPACE}")
+        found.setdefault(title, []).append(row)
+    return "\n".join(title + table(some) for title, some in found.items())
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """JSON has no infinity."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for name in results.keys() - {"machine"}:
+        results[name] = [
+            {key: np.inf if value is None else value for key, value in row.items()}
+            for row in results[name]
+        ]
+    return results
 
 
 def publish(args: argparse.Namespace, name: str, rows: list[Row]) -> None:
     """A table in Markdown, and the figures in the file of all results."""
     path = args.out / "results.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results = read_results(path)
     results["machine"] = {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -599,25 +634,25 @@ def publish(args: argparse.Namespace, name: str, rows: list[Row]) -> None:
     if name == "speed":
         # Ratios are within a problem: those measured before stay as they are.
         of = {(row["problem"], row["n"]) for row in rows}
-        before = [
-            {key: np.inf if value is None else value for key, value in row.items()}
-            for row in results.get(name, [])
-        ]
+        before = results.get(name, [])
         rows = rows + [row for row in before if (row["problem"], row["n"]) not in of]
-        plot_speed(rows, args.out / "speed.png")
-    # JSON has no infinity.
-    results[name] = [
-        {key: None if value == np.inf else value for key, value in row.items()}
-        for row in rows
-    ]
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    results[name] = rows
+    kept = {
+        key: value
+        if key == "machine"
+        else [{k: None if v == np.inf else v for k, v in row.items()} for row in value]
+        for key, value in results.items()
+    }
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    write_table(args.out, name, rows)
+
+
+def write_table(out: Path, name: str, rows: list[Row]) -> None:
     if rows:
-        lines = [
-            f"| {' | '.join(rows[0])} |",
-            "| --- " * len(rows[0]) + "|",
-            *(f"| {' | '.join(map(cell, row.values()))} |" for row in rows),
-        ]
-        (args.out / f"{name}.md").write_text("\n".join(lines) + "\n")
+        make = tables_of_speed if name == "speed" else table
+        (out / f"{name}.md").write_text(make(rows))
+        if name == "speed":
+            plot_speed(rows, out / "speed.png")
 
 
 def main() -> None:
@@ -626,9 +661,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="under five minutes")
     parser.add_argument("--targets", action="store_true", help="what they ask for only")
     parser.add_argument("--only", nargs="+", choices=SECTIONS)
+    parser.add_argument("--tables", action="store_true", help="measure nothing")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     args = parser.parse_args()
+    if args.tables:
+        for name, rows in read_results(args.out / "results.json").items():
+            if name != "machine":
+                write_table(args.out, name, rows)
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     chosen = QUICK if args.quick else FOR_TARGETS if args.targets else SECTIONS
     found, begin = {}, time.perf_counter()
