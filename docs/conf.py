@@ -1,5 +1,7 @@
 """How Sphinx builds these pages: ``sphinx-build -W -n docs docs/_build/html``."""
 
+import re
+
 from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
@@ -42,7 +44,15 @@ def block_math(writer, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def mark_numbers(app: Sphinx, page: nodes.document) -> None:
+    """Cells that a phone should not break, such as 3.2e-5 or 2.42 (0.04) / 2.34."""
+    for cell in page.findall(nodes.entry):
+        if re.fullmatch(r"[-+\d.e(<>=/) %]+", cell.astext()):
+            cell["classes"].append("number")
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("doctree-read", mark_numbers)
     # MathML, which browsers show by themselves: no script, and nothing to fetch.
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
     app.config.html_math_renderer = "mathml"
