@@ -172,6 +172,8 @@ def _heat(
         f"T = {temperature:.4g}: draws are {inflation:.2g} times wider than the "
         "posterior; "
     )
+    if math.isnan(v):
+        return text + "raise subsample_size, since one row does not show its noise."
     # v grows like T^-2 with no control variate, T^-1 with order 0, not with order 1.
     power = {-1: 2, 0: 1, 1: 0, 2: -1}[settings.taylor_order]
     allowed = temperature
