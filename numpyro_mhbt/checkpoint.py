@@ -143,7 +143,7 @@ class _Files:
         self._path, self._task = path, task
         self._meta: dict[str, Any] = {
             "run": uuid.uuid4().hex,
-            "identity": task.identity(),
+            "identity": task.identity,
             "done": 0,
             "pieces": [],
         }
@@ -161,7 +161,7 @@ class _Files:
         if (self._path / _STATE).exists():
             return self._load()
         state = self._task.start()
-        self._meta["identity"] |= self._task.program(state)
+        self._meta["identity"] = self._task.identity | self._task.program(state)
         try:
             self.add(state, 0, None)
         except OSError as error:
@@ -177,7 +177,7 @@ class _Files:
                 f"'{self._path / _STATE}' is not the state of a run but some of its "
                 "draws. It was left as it is. Choose another path."
             )
-        self._compare(meta["identity"], self._meta["identity"])
+        self._compare(meta["identity"], self._task.identity)
         state = jax.tree.map(jnp.asarray, tree.build())
         self._compare(meta["identity"], self._task.program(state))
         digests = enumerate(meta["pieces"], start=1)

@@ -45,20 +45,23 @@ class Task:
     ) -> None:
         if not isinstance(getattr(mcmc.sampler, "_settings", None), Settings):
             raise TypeError(f"Checkpoint needs a kernel MHBT, got {mcmc.sampler!r}.")
-        self._data, _ = read(mcmc.sampler._settings.model, args, kwargs)
-        if find_placement(self._data):
+        data, _ = read(mcmc.sampler._settings.model, args, kwargs)
+        if find_placement(data):
             raise NotImplementedError(
                 "Checkpoint does not write runs on sharded data. Use `mcmc.run`, or "
                 "put the data on one device."
             )
-        self._mcmc, self._given_key = mcmc, rng_key
+        self._mcmc = mcmc
         self._init_params = jax.tree.map(jnp.asarray, init_params)
-        self._extra_fields = extra_fields
         split = mcmc.num_chains > 1 and is_prng_key(rng_key)
         self._keys = random.split(rng_key, mcmc.num_chains) if split else rng_key
         self._mapped = mcmc.num_chains > 1 and mcmc.chain_method != "vectorized"
         warm = mcmc.post_warmup_state
         self._warm = None if warm is None else warm._replace(rng_key=self._keys)
+        self.identity = of_run(
+            mcmc, data, rng_key, extra_fields, self._init_params, self._warm
+        )
+        """What tells this run from others, but for the :meth:`program`."""
         self._lower = mcmc.num_warmup if warm is None else 0
         self.upper = self._lower + mcmc.num_samples
         # NumPyro's: of each group of `thinning` draws the last one is kept.
@@ -75,17 +78,6 @@ class Task:
         )
         self.alike: list[bool] | None = None
         """Leaves of the state of which ``jax.vmap`` makes one for all chains."""
-
-    def identity(self) -> dict[str, Any]:
-        """What tells this run from others, but for the :meth:`program`."""
-        return of_run(
-            self._mcmc,
-            self._data,
-            self._given_key,
-            self._extra_fields,
-            self._init_params,
-            self._warm,
-        )
 
     def program(self, state: MHBTState) -> dict[str, Any]:
         """What tells this model from others."""
