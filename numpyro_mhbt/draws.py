@@ -35,8 +35,9 @@ def scalars(
     found = {}
     for name in sites:
         site, index = place(name)
-        shape = draws[site].shape[2:] if site in draws else None
-        if shape is None or (index and len(index) != len(shape)):
+        shape = draws[site].shape[2:] if site in draws else ()
+        within = len(index) == len(shape) and np.all(np.less(index, shape))
+        if site not in draws or (index and not within):
             raise ValueError(f"There is no coordinate '{name}' in {list(draws)}.")
         for one in [index] if index else np.ndindex(shape):
             label = f"{site}[{', '.join(map(str, one))}]" if one else site

@@ -145,7 +145,7 @@ def test_contours_need_two_coordinates(names):
         plots.plot_contours(run(), names)
 
 
-@pytest.mark.parametrize("name", ["b", "a[0]", "w[0, 0]"])
+@pytest.mark.parametrize("name", ["b", "a[0]", "w[0, 0]", "w[2]"])
 def test_coordinates_that_are_not_there_are_named(name):
     with pytest.raises(ValueError, match="no coordinate '" + name[0]):
         plots.plot_modes(run(), name)
