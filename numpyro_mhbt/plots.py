@@ -350,5 +350,5 @@ def _grid(draws: np.ndarray, size: int) -> np.ndarray:
 def _levels(log_density: np.ndarray) -> list[float]:
     """Heights that bound the regions of highest density, rising."""
     ranked = np.sort(log_density)[::-1]
-    mass = np.cumsum(np.exp(ranked))
+    mass = np.cumsum(np.exp(ranked - ranked[0]))
     return [ranked[np.searchsorted(mass, share * mass[-1])] for share in _MASSES]
