@@ -69,8 +69,7 @@ class Adapter:
     def __init__(self, num_warmup: int, settings: Settings, approximated: bool) -> None:
         self._num_warmup = num_warmup
         self._settings = settings
-        control = settings.control_variate
-        expanded = control is not None and control.order > 0
+        expanded = settings.taylor_order > 0
         keep = approximated and expanded and not settings.dense_mass
         self._init, self._update = warmup_adapter(
             num_warmup,

@@ -16,7 +16,6 @@ from numpyro.util import is_prng_key
 from numpyro_mhbt.chain import adapt, evaluate_again, next_draw, start
 from numpyro_mhbt.checks import check_names, check_sites, checked_start
 from numpyro_mhbt.control import Taylor
-from numpyro_mhbt.diagnostics import hint_large_constants, warn_of_setup, warn_of_state
 from numpyro_mhbt.mesh import (
     check_arguments,
     draw_on_devices,
@@ -25,11 +24,12 @@ from numpyro_mhbt.mesh import (
 )
 from numpyro_mhbt.plates import first_rows, full_data
 from numpyro_mhbt.prepare import Programs, prepare
-from numpyro_mhbt.proposals import RSGLD, Proposal
-from numpyro_mhbt.settings import Schedule, Settings
+from numpyro_mhbt.proposals import RSGLD, Proposal, Schedule
+from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.setup import find_batch_sites, jit_data, read, replay
 from numpyro_mhbt.state import MHBTState, Setup
 from numpyro_mhbt.target import Data
+from numpyro_mhbt.watch import hint_large_constants, warn_of_setup, warn_of_state
 
 
 class MHBT(MCMCKernel):

@@ -27,26 +27,32 @@ returns them. Pictures of the draws alone also take what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax.scipy.stats import gaussian_kde
 import numpy as np
-from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 
 from numpyro_mhbt.adaptation import acceptance_ceiling
 from numpyro_mhbt.convert import finished, temperature_of
+from numpyro_mhbt.draws import (
+    SHOWN,
+    count_moves,
+    draws_of,
+    place,
+    scalars,
+    spread,
+    thinned,
+    valley,
+)
 from numpyro_mhbt.posterior import data_and_latent, tempered_log_density
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MASSES = (0.99, 0.9, 0.5)
-_SHOWN = 5000  # draws
 _BLOCKS, _BLOCK = 50, 50
 _SOME = 20  # coordinates
-_LOWER_MODE = 0.1  # of the height of the other; less is a tail
 _VALLEY = 0.8  # of the height of the lower mode
 _DRAW = "draw, counted from the start of warm-up"
 
@@ -73,21 +79,21 @@ def plot_contours(
     """
     settings, state = finished(mcmc, "plot_contours")
     data, latent = data_and_latent(mcmc, settings, state)
-    scalars = _scalars({k: v[None] for k, v in latent.items()}, var_names, 2)
-    if len(scalars) != 2:
-        raise ValueError(f"plot_contours needs two coordinates, got {list(scalars)}.")
-    x, y = (_grid(draws, grid_size) for draws in scalars.values())
+    two = scalars({k: v[None] for k, v in latent.items()}, var_names, 2)
+    if len(two) != 2:
+        raise ValueError(f"plot_contours needs two coordinates, got {list(two)}.")
+    x, y = (_grid(draws, grid_size) for draws in two.values())
     at = {k: np.repeat(v.mean(0)[None], grid_size**2, 0) for k, v in latent.items()}
-    for name, values in zip(scalars, np.meshgrid(x, y), strict=True):
-        site, index = _place(name)
+    for name, values in zip(two, np.meshgrid(x, y), strict=True):
+        site, index = place(name)
         at[site][(..., *index)] = values.ravel()
     heat = temperature_of(state)
     density = tempered_log_density(settings, data, at, heat, "Contours")
     if np.isnan(density).mean() > 0.9:
-        raise ValueError(f"{list(scalars)} cannot vary while other coordinates stay.")
+        raise ValueError(f"{list(two)} cannot vary while other coordinates stay.")
 
     ax = _new(ax)
-    some = [_thinned(draws.ravel()) for draws in scalars.values()]
+    some = [thinned(draws.ravel()) for draws in two.values()]
     ax.plot(*some, "o", ms=2, alpha=0.3, mew=0, label="draws")
     density = np.ma.masked_invalid(density.reshape(grid_size, grid_size))
     levels = _levels(density.compressed())
@@ -99,7 +105,7 @@ def plot_contours(
     label = f"50, 90, 99% of the posterior of all rows at T = {heat:.4g}"
     label += f"\n({others} other coordinates at their mean)" if others else ""
     ax.plot([], [], "k-", lw=1, label=label)
-    ax.set(**dict(zip(("xlabel", "ylabel"), scalars, strict=True)))
+    ax.set(**dict(zip(("xlabel", "ylabel"), two, strict=True)))
     return _with_legend(ax)
 
 
@@ -123,26 +129,26 @@ def plot_modes(
         draws is lowest between them.
     """
     names = None if var_name is None else [var_name]
-    scalars = _scalars(_draws(data), names, _SOME)
-    valleys = {name: _valley(draws) for name, draws in scalars.items()}
+    some = scalars(draws_of(data), names, _SOME)
+    valleys = {name: valley(draws) for name, draws in some.items()}
     name = min(valleys, key=lambda name: valleys[name][1])
-    draws, (lowest, height) = scalars[name], valleys[name]
+    draws, (lowest, height) = some[name], valleys[name]
     if split is None and height < _VALLEY:
         split = lowest
     ax = _new(ax)
     num_chains, num_draws = draws.shape
-    shown = np.arange(0, draws.size, max(1, draws.size // (4 * _SHOWN)))
+    shown = thinned(np.arange(draws.size), 4 * SHOWN)
     sides = {"all draws": np.ones(draws.size, bool)}
     title = "one mode seen"
     if split is not None:
         above = draws.ravel() > split
         sides = {f"above {split:.3g}": above, f"below {split:.3g}": ~above}
-        title = f"{_count_moves(draws, split)} moves between modes"
+        title = f"{count_moves(draws, split)} moves between modes"
         ax.axhline(split, color="black", ls="--", lw=1)
     for label, side in sides.items():
-        some = shown[side[shown]]
+        here = shown[side[shown]]
         label += f": {100 * side.mean():.0f}% of the draws" if split is not None else ""
-        ax.plot(some, draws.ravel()[some], "o", ms=2, mew=0, alpha=0.6, label=label)
+        ax.plot(here, draws.ravel()[here], "o", ms=2, mew=0, alpha=0.6, label=label)
     for chain in range(1, num_chains):
         ax.axvline(chain * num_draws, color="0.5", lw=0.8)
     after = ", chain after chain" if num_chains > 1 else ""
@@ -193,7 +199,7 @@ def plot_noise(mcmc: MCMC, *, ax: Axes | None = None) -> Axes:
         raise ValueError("A batch of one row does not show its noise variance.")
     i = _numbers(mcmc, noise)
     ax = _new(ax)
-    some = (_thinned(x.T.ravel()) for x in (i, noise))
+    some = (thinned(x.T.ravel()) for x in (i, noise))
     ax.plot(*some, "o", ms=2, mew=0, alpha=0.25, label="draws")
     ax.plot(*_course(i, noise, np.median), label="their running median")
     fresh = mcmc.get_extra_fields(group_by_chain=True).get("mean_noise_variance")
@@ -218,11 +224,7 @@ def plot_tuning(mcmc: MCMC, *, axes: Sequence[Axes] | None = None) -> np.ndarray
     """
     finished(mcmc, "plot_tuning")
     values = _fields(mcmc, "step_size", "beta")
-    if axes is None:
-        import matplotlib.pyplot as plt
-
-        axes = plt.subplots(2, sharex=True, layout="constrained")[1]
-    assert axes is not None
+    axes = _new(axes, 2)
     i = _numbers(mcmc, values[0])
     for ax, value, name in zip(axes, values, ("step size", "β"), strict=True):
         ax.plot(i.T, value.T, lw=1, label=[f"chain {c}" for c in range(len(value))])
@@ -256,11 +258,8 @@ def plot_temperatures(
         raise ValueError(f"plot_temperatures needs two temperatures, got {heat}.")
     spreads: dict[str, list[tuple[float, float]]] = {}
     for run in runs:
-        for name, draws in _scalars(_draws(run), var_names, 5).items():
-            squares = (draws - draws.mean()) ** 2
-            sd = squares.mean() ** 0.5
-            error = squares.std() / _ess(squares) ** 0.5 / (2 * sd)
-            spreads.setdefault(name, []).append((sd, error / sd))
+        for name, draws in scalars(draws_of(run), var_names, 5).items():
+            spreads.setdefault(name, []).append(spread(draws))
     ax = _new(ax)
     for name, found in spreads.items():
         sd, relative = np.array(found).T
@@ -283,12 +282,13 @@ def plot_temperatures(
     return _with_legend(ax)
 
 
-def _new(ax: Axes | None) -> Axes:
-    if ax is not None:
-        return ax
+def _new(axes: Any, rows: int = 1) -> Any:
+    """The axes given, or else new ones."""
+    if axes is not None:
+        return axes
     import matplotlib.pyplot as plt
 
-    return plt.subplots(layout="constrained")[1]
+    return plt.subplots(rows, sharex=True, layout="constrained")[1]
 
 
 def _with_legend(ax: Axes, title: str | None = None) -> Axes:
@@ -333,14 +333,6 @@ def _course(i: np.ndarray, values: np.ndarray, average: Callable) -> np.ndarray:
     return np.transpose(pairs)
 
 
-def _draws(data: Any) -> dict[str, np.ndarray]:
-    """By chain."""
-    if isinstance(data, MCMC):
-        samples = data.get_samples(group_by_chain=True)
-        return {name: np.asarray(x) for name, x in samples.items()}
-    return {name: x.values for name, x in data["posterior"].data_vars.items()}
-
-
 def _temperature(data: Any) -> float:
     if isinstance(data, MCMC):
         return temperature_of(finished(data, "plot_temperatures")[1])
@@ -349,83 +341,14 @@ def _temperature(data: Any) -> float:
     return float(data["posterior"].attrs["temperature"])
 
 
-def _scalars(
-    draws: Mapping[str, np.ndarray], var_names: Sequence[str] | None, most: int
-) -> dict[str, np.ndarray]:
-    """Coordinates by the names that ArviZ gives them, at first ``most`` of them."""
-    sites: Sequence[str] = list(draws) if var_names is None else var_names
-    found = {}
-    for name in sites:
-        site, index = _place(name)
-        shape = draws[site].shape[2:] if site in draws else None
-        if shape is None or (index and len(index) != len(shape)):
-            raise ValueError(f"There is no coordinate '{name}' in {list(draws)}.")
-        for one in [index] if index else np.ndindex(shape):
-            label = f"{site}[{', '.join(map(str, one))}]" if one else site
-            found[label] = draws[site][(..., *one)]
-            if var_names is None and len(found) == most:
-                return found
-    return found
-
-
-def _place(name: str) -> tuple[str, Any]:
-    """
-    Site and index of a coordinate.
-
-    >>> _place("w[0, 1]")
-    ('w', (0, 1))
-    """
-    site, _, index = name.rstrip("]").partition("[")
-    return site, tuple(int(i) for i in index.split(",") if i)
-
-
-def _thinned(draws: np.ndarray) -> np.ndarray:
-    return draws[:: max(1, len(draws) // _SHOWN)]
-
-
 def _grid(draws: np.ndarray, size: int) -> np.ndarray:
     low, high = np.quantile(draws, [0.001, 0.999])
     margin = 0.15 * (high - low)
     return np.linspace(low - margin, high + margin, size)
 
 
-def _ess(draws: np.ndarray) -> float:
-    return min(float(effective_sample_size(draws)), draws.size)
-
-
 def _levels(log_density: np.ndarray) -> list[float]:
     """Heights that bound the regions of highest density, rising."""
     ranked = np.sort(log_density)[::-1]
-    mass = np.cumsum(np.exp(ranked))
+    mass = np.cumsum(np.exp(ranked - ranked[0]))
     return [ranked[np.searchsorted(mass, share * mass[-1])] for share in _MASSES]
-
-
-def _valley(draws: np.ndarray) -> tuple[float, float]:
-    """Where the density is lowest between two modes, and how low: 1 if nowhere."""
-    some = _thinned(draws.ravel())
-    grid = np.linspace(some.min(), some.max(), 256)
-    if some.min() == some.max():
-        return float(grid[0]), 1.0
-    # Wide enough for what the draws are worth, so that a chain that lingers is no mode;
-    # yet narrower than the rule for one mode, which would blur two.
-    width = 0.5 * np.clip(np.nan_to_num(_ess(draws)), 4, draws.size) ** -0.2
-    density = np.asarray(gaussian_kde(some, bw_method=width)(grid))
-    left = np.maximum.accumulate(density)
-    right = np.maximum.accumulate(density[::-1])[::-1]
-    lower = np.minimum(left, right)
-    depth = np.where(lower > _LOWER_MODE * density.max(), density / lower, 1.0)
-    lowest = int(np.argmin(depth))
-    return float(grid[lowest]), float(depth[lowest])
-
-
-def _count_moves(draws: np.ndarray, split: float) -> int:
-    """From beyond half way to one mode to beyond half way to the other, by chain."""
-    above = draws > split
-    if above.all() or not above.any():
-        return 0
-    low, high = ((split + np.median(draws[side])) / 2 for side in (~above, above))
-    moves = 0
-    for chain in draws:
-        reached = chain[(chain < low) | (chain > high)] > split
-        moves += int(np.sum(reached[1:] != reached[:-1]))
-    return moves

@@ -72,6 +72,11 @@ class Settings:
             )
 
     @property
+    def taylor_order(self) -> int:
+        """Of the control variate, -1 if there is none."""
+        return -1 if self.control_variate is None else self.control_variate.order
+
+    @property
     def temperature_schedule(self) -> Schedule | None:
         return self.temperature if callable(self.temperature) else None
 

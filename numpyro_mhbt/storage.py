@@ -21,6 +21,7 @@ import numpy as np
 _FORMAT = "numpyro_mhbt checkpoint"
 _VERSION = 1
 _OURS = ("numpyro_mhbt", "numpyro")
+_LOCK, _PART = ".lock", ".part"
 
 
 def save(path: Path, meta: dict[str, Any], tree: Any) -> str:
@@ -103,9 +104,6 @@ def is_scratch(path: Path) -> bool:
     return path.name == _LOCK or (
         path.name.startswith(".") and path.name.endswith(_PART)
     )
-
-
-_LOCK, _PART = ".lock", ".part"
 
 
 def _scratch(path: Path) -> Path:

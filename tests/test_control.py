@@ -484,6 +484,18 @@ class TestBatchReport:
         assert np.isfinite(report.r_hat)
         assert report.ess_per_gradient > 1e-3
 
+    def test_noise_of_one_row_is_not_known(self):
+        def model(y):
+            mu = numpyro.sample("mu", dist.Normal(0, 10))
+            with numpyro.plate("N", 2, subsample_size=1) as rows:
+                numpyro.sample("y", dist.Normal(mu, 1), obs=y[rows, 0])
+
+        with pytest.warns(UserWarning, match="does not show its own noise"):
+            mcmc = self.run(MHBT(model, SGLD(), temperature=1.3))
+        report = batch_report(mcmc)
+        assert np.isnan(report.noise_variance)
+        assert "raise subsample_size, since one row" in report.verdict
+
     def test_needs_a_finished_run_of_mhbt(self):
         with pytest.raises(ValueError, match=r"call `mcmc.run` first"):
             batch_report(make_mcmc(MHBT(gaussian)))

@@ -125,6 +125,13 @@ def test_contours_of_other_coordinates_end_where_the_support_does():
     np.testing.assert_allclose(by_label(ax)["draws"].get_ydata(), draws[:, 1])
 
 
+def test_levels_move_with_the_constant_of_a_log_density():
+    """The corner of the grid, of which it is the difference, may be far below."""
+    normal = stats.norm.logpdf(np.linspace(-5, 5, 1001))
+    levels = plots._levels(normal)
+    np.testing.assert_allclose(plots._levels(normal + 1e4), np.add(levels, 1e4))
+
+
 def test_coordinates_that_cannot_vary_alone_are_refused():
     def simplex(counts):
         p = numpyro.sample("p", dist.Dirichlet(jnp.ones(4)))
@@ -145,7 +152,7 @@ def test_contours_need_two_coordinates(names):
         plots.plot_contours(run(), names)
 
 
-@pytest.mark.parametrize("name", ["b", "a[0]", "w[0, 0]"])
+@pytest.mark.parametrize("name", ["b", "a[0]", "w[0, 0]", "w[2]"])
 def test_coordinates_that_are_not_there_are_named(name):
     with pytest.raises(ValueError, match="no coordinate '" + name[0]):
         plots.plot_modes(run(), name)
