@@ -198,7 +198,12 @@ def num_rows(sites: dict[str, dict[str, Any]], plates: tuple[Plate, ...]) -> flo
     groups = {plates_of(site, plates) for site in observed} - {()}
     if groups:
         return sum(_num_combinations(group) for group in groups)
-    return float(max(sum(math.prod(site["fn"].batch_shape) for site in observed), 1))
+    shapes = (
+        jnp.shape(site["value"])[: jnp.ndim(site["value"]) - site["fn"].event_dim]
+        for site in observed
+        if not site["infer"].get("is_auxiliary")  # `factor`, which has no value
+    )
+    return float(max(sum(math.prod(shape) for shape in shapes), 1))
 
 
 def make_evaluate(

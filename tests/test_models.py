@@ -382,3 +382,13 @@ def test_number_of_rows():
     assert n(crossed, X) == 15 + 3
     assert n(nested_in_plain, X) == 5
     assert n(whole, Y) == 5
+
+
+def test_number_of_rows_without_any_plate():
+    def model(y, x):
+        mu = numpyro.sample("mu", dist.Normal())
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        numpyro.sample("x", dist.Normal(mu, jnp.ones(3)).to_event(1), obs=x)
+        numpyro.factor("f", -(mu**2))
+
+    assert read(model, (Y, X), {})[0].num_rows == Y.size + len(X)
