@@ -278,9 +278,9 @@ def draw_rows(rng_key: jax.Array, n: int, m: int) -> jax.Array:
         left, right = x % np.uint32(a), x // np.uint32(a)
         for i, key in enumerate(round_keys):
             if i % 2 == 0:
-                left = (left + _hash(right ^ key) % np.uint32(a)) % np.uint32(a)
+                left = _wrap(left + _hash(right ^ key) % np.uint32(a), a)
             else:
-                right = (right + _hash(left ^ key) % np.uint32(b)) % np.uint32(b)
+                right = _wrap(right + _hash(left ^ key) % np.uint32(b), b)
         return left + np.uint32(a) * right
 
     rows = permute(jnp.arange(m, dtype=jnp.uint32))
@@ -289,8 +289,7 @@ def draw_rows(rng_key: jax.Array, n: int, m: int) -> jax.Array:
             lambda x: jnp.any(x >= n), lambda x: jnp.where(x >= n, permute(x), x), rows
         )
     # The random shift makes the chance of each single row exactly m / n.
-    rows = (rows + shift % np.uint32(n)) % np.uint32(n)
-    return rows.astype(jnp.int32)
+    return _wrap(rows + shift % np.uint32(n), n).astype(jnp.int32)
 
 
 def _radices(n: int) -> tuple[int, int]:
@@ -300,6 +299,11 @@ def _radices(n: int) -> tuple[int, int]:
     b = -(-n // a)
     best = np.argmin(a * b)
     return int(a[best]), int(b[best])
+
+
+def _wrap(x: jax.Array, n: int) -> jax.Array:
+    """x modulo n for x below 2 n: if x is below n, the difference wraps around."""
+    return jnp.minimum(x, x - np.uint32(n))
 
 
 def _hash(x: jax.Array) -> jax.Array:
