@@ -298,7 +298,8 @@ def kill_and_continue(path, kills):
         # Importing takes longer than the rest: wait for the first write.
         while process.poll() is None and seen < kills:
             if state.exists() and state.stat().st_mtime_ns != before:
-                time.sleep(chance.uniform(0, 0.15))
+                # Not so long that the run ends before the last kill.
+                time.sleep(chance.uniform(0, min(0.15, 1 / kills)))
                 process.kill()
                 break
             time.sleep(0.001)
