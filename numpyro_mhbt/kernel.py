@@ -71,7 +71,7 @@ class MHBT(MCMCKernel):
         advises. If nothing is subsampled, T = 1.
     :param float target_noise: noise variance that the choice of T aims at.
     :param control_variate: :class:`~numpyro_mhbt.Taylor`, or ``None`` for the paper's
-        plain estimate. Orders 1 and 2 pass over all rows once before sampling.
+        plain estimate. Orders 1 and 2 pass over all rows a few times before sampling.
     :param bool bias_correction: subtract half the noise variance, as estimated on the
         batch, from the log-density: without it noise inflates the spread. At m = n it
         vanishes. Order 2 without it may have no proper target.
