@@ -25,6 +25,7 @@ from numpyro_mhbt.target import Data, fingerprint, shows_noise
 from numpyro_mhbt.vectors import flatten
 
 _STUCK = 0.005
+_ASTRAY = 0.1  # of all proposals
 _LOUD = 8.0  # times the target
 _LEFTOVER = 0.5
 _FAR = 25.0
@@ -132,8 +133,9 @@ def batch_report(mcmc: MCMC) -> BatchReport:
     temperature = temperature_of(state)
     noise = float(np.median(state.mean_noise_variance))
     accept = np.ravel(state.mean_accept_prob)
+    diverging = float(np.mean(state.mean_diverging))
     problems = [
-        *_problems(settings, temperature, noise, accept),
+        *_problems(settings, temperature, noise, accept, diverging),
         *_expansion_problems(settings, shared, temperature),
         *_after_the_run(settings, state, r_hat, noise),
     ]
@@ -209,7 +211,11 @@ def _heat(
 
 
 def _problems(
-    settings: Settings, temperature: float, noise: float, accept_prob: np.ndarray
+    settings: Settings,
+    temperature: float,
+    noise: float,
+    accept_prob: np.ndarray,
+    diverging: float,
 ) -> list[str]:
     """
     What speaks against the draws, seen while a run goes on.
@@ -219,6 +225,7 @@ def _problems(
 
     :param noise: variance of the log-density on fresh batches.
     :param accept_prob: mean acceptance rate of each chain.
+    :param diverging: share of all proposals.
     """
     found = []
     stuck = int(np.sum(~(accept_prob > _STUCK)))
@@ -236,6 +243,15 @@ def _problems(
             f"acceptance {accept_prob.min():.2g}). Lower the proposal's `step_size`, "
             "allow more warm-up, start closer with `init_strategy`, or rescale the "
             "model if its posterior is too narrow for floating-point numbers."
+        )
+    if diverging > _ASTRAY:
+        found.append(
+            f"{diverging:.0%} of all proposals had no finite log-density or gradient "
+            "and were rejected. Where such values lie between regions that matter, a "
+            "chain may stay in one of them, its steps adapted to that one alone. "
+            "Constrain or reparametrise the sites so that the model has a value "
+            "everywhere. Otherwise use `RandomWalk()`, or give a `step_size` that "
+            "leaps over the gaps with `adapt_step_size=False`, and look at R-hat."
         )
     return found
 
@@ -358,6 +374,7 @@ def warn_of_state(
         state.temperature,
         state.mean_noise_variance,
         state.mean_accept_prob,
+        state.mean_diverging,
     )
     if shared.reference is not None and shared.reference.grad is not None:
         changed = lax.cond(
@@ -405,9 +422,11 @@ def _look(
     temperature: np.ndarray,
     noise_variance: np.ndarray,
     accept_prob: np.ndarray,
+    diverging: np.ndarray,
 ) -> None:
     heat, noise = np.ravel(temperature)[0], np.median(noise_variance)
-    for text in _problems(settings, heat, noise, np.ravel(accept_prob)):
+    accept = np.ravel(accept_prob)
+    for text in _problems(settings, heat, noise, accept, float(np.mean(diverging))):
         _warn(text)
 
 
