@@ -24,6 +24,8 @@ X = RNG.normal(size=ROWS).astype(np.float32)
 Y = (0.5 * X + RNG.normal(size=ROWS)).astype(np.float32)
 METHODS = ["vectorized", "sequential"]
 TOP = {"top": 2.0}
+# For models with a hard edge, where it is as it should be.
+DIVERGES = pytest.mark.filterwarnings("ignore:MHBT. ..% of all proposals")
 
 
 def regression(x, y, subsample_size=BATCH):
@@ -301,6 +303,7 @@ def test_masked_missing_value_is_no_error():
     assert np.sum(mcmc.get_extra_fields()["accepted"]) > 5
 
 
+@DIVERGES
 @pytest.mark.parametrize("method", METHODS)
 def test_init_params_without_density(method):
     kernel = MHBT(bounded, control_variate=None)
@@ -343,6 +346,7 @@ def test_ref_params_of_other_sites():
         run(kernel, X, Y)
 
 
+@DIVERGES
 @pytest.mark.parametrize("control", [Taylor(), Taylor(ref_params={"top": 1.0})])
 def test_reference_without_density(control):
     """Where the reference has no density, nothing is subtracted."""
@@ -364,7 +368,7 @@ def pitfall_mcmc():
     return mcmc
 
 
-@pytest.mark.filterwarnings("ignore:MHBT. ..% of all proposals")
+@DIVERGES
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_proposal_without_finite_value_is_rejected_and_counted(value):
     mcmc = pitfall_mcmc()
@@ -387,7 +391,7 @@ def test_proposal_without_finite_value_is_rejected_and_counted(value):
     assert np.any(fields["accepted"][np.flatnonzero(diverging)[:-1] + 1] == 1)
 
 
-@pytest.mark.filterwarnings("ignore:MHBT. ..% of all proposals")
+@DIVERGES
 def test_gradient_proposal_survives_a_pitfall():
     mcmc = run(
         MHBT(pitfall, RSGLD(0.3), c_n=5, adapt_step_size=False),
