@@ -23,12 +23,16 @@ from numpyro_mhbt.setup import climb, initial_params
 from numpyro_mhbt.state import MHBTState, Setup, Shared, from_point, to_point
 from numpyro_mhbt.step import Info, Point, Walk, step
 from numpyro_mhbt.target import Data, make_evaluate, shows_noise, site_log_probs
+from numpyro_mhbt.vectors import flatten
 
 _MEMORY = 30
 _PAIR_EVERY = 50
 _LONGEST = 2**16  # draws of a running mean, whose steps must not be lost to rounding
 _CLIMB_STEPS = 300
 _SILENT = 1e-30  # stands for no noise at all on a logarithmic scale
+_RECENT = 100  # draws of warm-up that tell how often a proposal has no value now
+_ASTRAY = 0.5  # of the rate aimed at, for a move that leads where there is no value
+_LAST = 2**31 - 1  # number of a draw; more do not fit, and warm-up must not come again
 
 
 def evaluator(
@@ -88,6 +92,7 @@ def start(
         **from_point(point, unravel),
         accept_prob=number(0),
         mean_accept_prob=number(0),
+        mean_diverging=number(0),
         mean_noise_variance=number(0 if shows_noise(data.plates) else jnp.nan),
         accepted=none_yet,
         diverging=jnp.zeros((), bool),
@@ -176,7 +181,8 @@ def next_draw(
     ahead = settings.num_blocks == 1 and reads_ahead(data)
     next_key = random.split(rng_key)[1] if ahead else None
     if settings.steps_per_draw == 1:
-        point, info = one_step(key_steps, point, next_key=next_key)
+        point, infos = one_step(key_steps, point, next_key=next_key)
+        info = infos
     else:
         keys = random.split(key_steps, settings.steps_per_draw)
         next_keys = None
@@ -196,13 +202,16 @@ def next_draw(
             jnp.exp(jnp.mean(jnp.log(infos.fresh_noise + _SILENT))),
             jnp.mean(infos.paired_accept_prob),
         )
+    astray = jnp.mean(infos.diverging.astype(info.accept_prob.dtype))
+    recent = jnp.where(warmup, jnp.minimum(since, _RECENT), since)
     num_pairs = jnp.where(warmup, jnp.minimum(since, _MEMORY), since // _PAIR_EVERY + 1)
     noise = _geometric_mean(state.mean_noise_variance, info.fresh_noise, num_pairs)
     state = state._replace(
-        i=state.i + 1,
+        i=following(state.i),
         **from_point(point, unravel),
         accept_prob=info.accept_prob,
         mean_accept_prob=_mean(state.mean_accept_prob, info.accept_prob, since),
+        mean_diverging=_mean(state.mean_diverging, astray, recent),
         mean_noise_variance=jnp.where(pair, noise, state.mean_noise_variance),
         accepted=info.accepted,
         diverging=info.diverging,
@@ -211,7 +220,26 @@ def next_draw(
     )
     if settings.proposal.beta_schedule is not None:
         state = _follow_beta(settings.proposal.beta_schedule, state, settings, data, i)
-    return state, info.paired_accept_prob
+    return state, jnp.mean(_rate_to_tune_by(infos, settings))
+
+
+def following(i: jax.Array) -> jax.Array:
+    return jnp.minimum(i, _LAST - 1) + 1
+
+
+def _rate_to_tune_by(info: Info, settings: Settings) -> jax.Array:
+    """
+    The acceptance rate without mini-batch noise, and without much of what diverges.
+
+    At the edge of a region without density half of all moves end there, however short
+    they are. Steps that shrink until nearly all others are accepted would never leave,
+    so a move that diverges counts for part of the rate aimed at; not for all of it,
+    since steps too long for floating-point numbers must shrink. (A walk aims at 0.3,
+    well below that half, and is the better for it.)
+    """
+    share = _ASTRAY if settings.proposal.uses_gradient else 0.0
+    otherwise = share * settings.target_accept_prob
+    return jnp.where(info.diverging, otherwise, info.paired_accept_prob)
 
 
 def _walk(state: MHBTState, settings: Settings, data: Data, evaluate: Callable) -> Walk:
@@ -328,7 +356,7 @@ def adapt(
     return Adapter(so_far.num_warmup, settings, so_far.unit.ndim == 2).update(
         state.i - 1,
         paired_accept_prob,
-        ravel_pytree(state.z)[0],
+        flatten(state.z),
         num_rows / state.temperature,
         so_far,
     )

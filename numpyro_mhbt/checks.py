@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+from numpyro.distributions import Distribution
 from numpyro.util import not_jax_tracer
 
 from numpyro_mhbt.disk import fetch
@@ -116,6 +118,20 @@ def checked_start(
     return jax.pure_callback(ask, shape, i, *found, vmap_method="sequential")
 
 
+def mark_missing(
+    data: Data,
+    log_probs: Mapping[str, jax.Array],
+    sites: Mapping[str, Mapping[str, Any]],
+) -> dict[str, jax.Array]:
+    """Log-densities, NaN where a value or parameter outside the plates is."""
+    return {
+        name: log_prob
+        if plates_of(sites[name], data.plates)
+        else jnp.where(_is_missing(sites[name], log_prob), jnp.nan, log_prob)
+        for name, log_prob in log_probs.items()
+    }
+
+
 def nan_rows(
     model: Callable, data: Data, z: dict[str, Any]
 ) -> dict[str, dict[str, jax.Array]]:
@@ -157,11 +173,38 @@ def _nan_rows(
 
 
 def _is_missing(site: Mapping[str, Any], log_prob: jax.Array) -> jax.Array:
-    """NaN in the density, or in a value that is not masked."""
+    """NaN in the density, or in a value or a parameter that is not masked."""
     # NumPyro gives a value outside the support, NaN included, the density zero.
     value = jnp.isnan(site["value"])
     event_dims = tuple(range(value.ndim - site["fn"].event_dim, value.ndim))
-    return jnp.isnan(log_prob) | (~jnp.isfinite(log_prob) & value.any(event_dims))
+    missing = jnp.isnan(log_prob) | (~jnp.isfinite(log_prob) & value.any(event_dims))
+    return missing | _has_nan(site["fn"])
+
+
+def _has_nan(fn: Distribution) -> jax.Array:
+    """
+    Whether a parameter is NaN, by the batch shape of ``fn``.
+
+    The density may be a number all the same: with logits that are NaN, a Bernoulli
+    variable is 0 with certainty.
+    """
+    if hasattr(fn, "base_dist"):
+        return _by_batch(_has_nan(fn.base_dist), fn) & getattr(fn, "_mask", True)
+    found = jnp.zeros(fn.batch_shape, bool)
+    for name, constraint in fn.arg_constraints.items():
+        value = vars(fn).get(name)  # one of `probs` and `logits` is not there
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating):
+            # A few have shapes of their own, and must tell by their density.
+            with suppress(NotImplementedError, ValueError):
+                event_dims = range(value.ndim - constraint.event_dim, value.ndim)
+                found |= _by_batch(jnp.isnan(value).any(tuple(event_dims)), fn)
+    return found
+
+
+def _by_batch(found: jax.Array, fn: Distribution) -> jax.Array:
+    """``found`` by the batch shape of ``fn``, which may count more axes as an event."""
+    found = found.any(tuple(range(len(fn.batch_shape), found.ndim)))
+    return jnp.broadcast_to(found, fn.batch_shape)
 
 
 def check_rows(found: Mapping[str, Mapping[str, jax.Array]]) -> None:

@@ -119,8 +119,9 @@ def batch_report(mcmc: MCMC) -> BatchReport:
     temperature = temperature_of(state)
     noise = float(np.median(state.mean_noise_variance))
     accept = np.ravel(state.mean_accept_prob)
+    diverging = float(np.mean(state.mean_diverging))
     found = [
-        *problems(settings, temperature, noise, accept),
+        *problems(settings, temperature, noise, accept, diverging),
         *expansion_problems(settings, shared, temperature),
         *_mixing_problems(settings, temperature, noise, r_hat),
         *_reference_problems(settings, state),

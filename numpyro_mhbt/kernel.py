@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
-from numpyro_mhbt.chain import adapt, evaluate_again, next_draw, start
+from numpyro_mhbt.chain import adapt, evaluate_again, following, next_draw, start
 from numpyro_mhbt.checks import check_names, check_sites, checked_start
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.mesh import (
@@ -239,7 +239,7 @@ class MHBT(MCMCKernel):
         num_warmup = state.adapt_state.num_warmup
         vectorized = jnp.ndim(state.i) == 1
         lift = jax.vmap if vectorized else _as_is
-        i = 1 + of_all_chains(state.i[0] if vectorized else state.i)
+        i = following(of_all_chains(state.i[0] if vectorized else state.i))
         advance = partial(next_draw, settings=self._settings, data=data, i=i)
         state, paired_accept_prob = lift(advance)(state)
         if num_warmup:

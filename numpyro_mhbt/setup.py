@@ -15,7 +15,7 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import init_to_sample, init_to_uniform
 from numpyro.infer.util import constrain_fn, initialize_model, unconstrain_fn
 
-from numpyro_mhbt.checks import check_names, finite_sites, nan_rows
+from numpyro_mhbt.checks import check_names, finite_sites, mark_missing, nan_rows
 from numpyro_mhbt.control import find_reference
 from numpyro_mhbt.disk import fetch
 from numpyro_mhbt.mesh import Placement, across, agreed, check_axes, own_key
@@ -180,7 +180,8 @@ def look(data: Data, temperature: jax.Array, settings: Settings) -> Look:
         random.split(key_init, _STARTS)
     )
     z = jax.tree.map(lambda x: x[0], starts)
-    finite = finite_sites(data, site_log_probs(model, data, z, batch)[0])
+    found = site_log_probs(model, data, z, batch)
+    finite = finite_sites(data, mark_missing(data, *found))
     modes = None
     control = settings.control_variate
     chosen = settings.c_n is None and settings.temperature is None

@@ -74,6 +74,8 @@ class MHBTState(NamedTuple):
      - **accept_prob** - acceptance probability, averaged over the steps of the draw.
      - **mean_accept_prob** - its running mean since the start of the phase, over
        65536 draws at most.
+     - **mean_diverging** - share of proposals that diverged, likewise (in warm-up over
+       its last 100 draws).
      - **mean_noise_variance** - ``noise_variance`` on fresh batches: a geometric mean
        over the phase (in warm-up over its last steps). The chain lingers on batches
        that flatter it, so this is the fairer figure.
@@ -99,6 +101,7 @@ class MHBTState(NamedTuple):
     noise_variance: jax.Array
     accept_prob: jax.Array
     mean_accept_prob: jax.Array
+    mean_diverging: jax.Array
     mean_noise_variance: jax.Array
     accepted: jax.Array
     diverging: jax.Array

@@ -20,6 +20,7 @@ from numpyro_mhbt.state import MHBTState, Setup, Shared
 from numpyro_mhbt.target import Data, fingerprint, shows_noise
 
 _STUCK = 0.005  # acceptance rate
+_ASTRAY = 0.1  # of all proposals
 _LOUD = 8.0  # times the target
 _LEFTOVER = 0.5  # error of a log-density
 _LARGE = 2**28  # bytes
@@ -71,6 +72,7 @@ def warn_of_state(
         state.temperature,
         state.mean_noise_variance,
         state.mean_accept_prob,
+        state.mean_diverging,
     )
     if shared.reference is not None and shared.reference.grad is not None:
         changed = lax.cond(
@@ -118,9 +120,11 @@ def _look(
     temperature: np.ndarray,
     noise_variance: np.ndarray,
     accept_prob: np.ndarray,
+    diverging: np.ndarray,
 ) -> None:
     heat, noise = np.ravel(temperature)[0], np.median(noise_variance)
-    for text in problems(settings, heat, noise, np.ravel(accept_prob)):
+    accept = np.ravel(accept_prob)
+    for text in problems(settings, heat, noise, accept, float(np.mean(diverging))):
         warn(text)
 
 
@@ -139,7 +143,11 @@ def hint_large_constants(data: Data) -> None:
 
 
 def problems(
-    settings: Settings, temperature: float, noise: float, accept_prob: np.ndarray
+    settings: Settings,
+    temperature: float,
+    noise: float,
+    accept_prob: np.ndarray,
+    diverging: float,
 ) -> list[str]:
     """
     What speaks against the draws, seen while a run goes on.
@@ -149,24 +157,35 @@ def problems(
 
     :param noise: variance of the log-density on fresh batches.
     :param accept_prob: mean acceptance rate of each chain.
+    :param diverging: share of all proposals.
     """
+    found = []
+    stuck = int(np.sum(~(accept_prob > _STUCK)))
     if noise > _LOUD * settings.target_noise:
-        return [
+        found.append(
             f"T = {temperature:.4g}: the noise variance of the mini-batch log-density "
             f"is {noise:.3g} (about {settings.target_noise:g} is good), so that at "
             f"most a share of {ceiling(settings, noise):.1g} of all moves can be "
             "accepted, and draws are biased. Raise `subsample_size`, or lower `c_n` "
             "(raise `temperature`)."
-        ]
-    stuck = int(np.sum(~(accept_prob > _STUCK)))
-    if stuck:
-        return [
+        )
+    elif stuck:
+        found.append(
             f"{stuck} of {accept_prob.size} chain(s) accepted next to nothing (mean "
             f"acceptance {accept_prob.min():.2g}). Lower the proposal's `step_size`, "
             "allow more warm-up, start closer with `init_strategy`, or rescale the "
             "model if its posterior is too narrow for floating-point numbers."
-        ]
-    return []
+        )
+    if diverging > _ASTRAY:
+        found.append(
+            f"{diverging:.0%} of all proposals had no finite log-density or gradient "
+            "and were rejected. Where such values lie between regions that matter, a "
+            "chain may stay in one of them, its steps adapted to that one alone. "
+            "Constrain or reparametrise the sites so that the model has a value "
+            "everywhere. Otherwise use `RandomWalk()`, or give a `step_size` that "
+            "leaps over the gaps with `adapt_step_size=False`, and look at R-hat."
+        )
+    return found
 
 
 def expansion_problems(

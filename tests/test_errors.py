@@ -1,6 +1,6 @@
 """Bad input is told with its name and the way out, before the first step."""
 
-from functools import cache
+from functools import cache, partial
 import re
 
 import jax
@@ -15,6 +15,8 @@ from numpyro.infer.util import potential_energy
 import pytest
 
 from numpyro_mhbt import MHBT, RSGLD, SGLD, RandomWalk, Taylor, full_data
+from numpyro_mhbt.checks import nan_rows
+from numpyro_mhbt.setup import read
 
 ROWS, BATCH = 100, 20
 RNG = np.random.default_rng(0)
@@ -22,6 +24,8 @@ X = RNG.normal(size=ROWS).astype(np.float32)
 Y = (0.5 * X + RNG.normal(size=ROWS)).astype(np.float32)
 METHODS = ["vectorized", "sequential"]
 TOP = {"top": 2.0}
+# For models with a hard edge, where it is as it should be.
+DIVERGES = pytest.mark.filterwarnings("ignore:MHBT. ..% of all proposals")
 
 
 def regression(x, y, subsample_size=BATCH):
@@ -218,6 +222,68 @@ def test_one_missing_value_in_many_rows(column, method):
         run(kernel, **data, method=method, num_chains=2)
 
 
+LIKELIHOODS = {
+    "Bernoulli": lambda x: dist.Bernoulli(logits=x),
+    "several outcomes": lambda x: dist.Bernoulli(logits=x[..., None] * jnp.ones(3)),
+    "Categorical": lambda x: dist.Categorical(logits=jnp.stack([x, 0 * x], -1)),
+    "probabilities": lambda x: dist.Categorical(
+        probs=jax.nn.softmax(jnp.stack([x, 0 * x], -1))
+    ),
+    "OrderedLogistic": lambda x: dist.OrderedLogistic(x, jnp.array([-1.0, 1.0])),
+    "Poisson": lambda x: dist.Poisson(jnp.exp(x)),
+    "Normal": lambda x: dist.Normal(x, 1),
+    "StudentT": lambda x: dist.StudentT(3, x, 1),
+    "mixture": lambda x: dist.MixtureSameFamily(
+        dist.Categorical(probs=jnp.ones(2) / 2),
+        dist.Normal(jnp.stack([x, x + 1], -1), 1),
+    ),
+}
+
+
+def generalised(x, y, likelihood, mask=True):
+    w = numpyro.sample("w", dist.Normal(0, 1))
+    with numpyro.plate("N", len(x), subsample_size=BATCH) as rows:
+        fn = LIKELIHOODS[likelihood](w * x[rows])
+        obs = jnp.asarray(y, float if fn.support is dist.constraints.real else int)
+        obs = jnp.broadcast_to(obs, fn.batch_shape)
+        if likelihood == "several outcomes":
+            fn = fn.to_event(1)
+        fn = fn if mask is True else fn.mask(mask[rows])
+        numpyro.sample("y", fn, obs=obs)
+
+
+@pytest.mark.parametrize("y", [0, 1])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_missing_covariate_is_found_under_every_likelihood(likelihood, y):
+    """Some have a density all the same: NumPyro's Bernoulli takes NaN for odds of 0."""
+    x = X.copy()
+    x[77] = np.nan
+    for values, mask, row in [(X, True, -1), (x, True, 77), (x, ~np.isnan(x), -1)]:
+        mask = mask if mask is True else jnp.asarray(mask)
+        model = partial(generalised, likelihood=likelihood, mask=mask)
+        data, _ = read(model, (values, y), {})
+        found = nan_rows(model, data, {"w": jnp.array(0.5)})
+        assert np.max(found["N"]["y"]) == row
+
+
+@pytest.mark.parametrize("y", [0, 1])
+def test_missing_covariate_of_a_binary_outcome(y):
+    x = np.ones(5000, np.float32)
+    x[4123] = np.nan
+    with pytest.raises(ValueError, match="'y' is NaN at row 4123 of plate 'N'"):
+        run(MHBT(generalised, control_variate=None), x, y, likelihood="Bernoulli")
+
+
+def test_missing_covariate_outside_the_plates():
+    def model(odds):
+        bias = numpyro.sample("bias", dist.Normal(0, 1))
+        numpyro.sample("coin", dist.Bernoulli(logits=bias * odds), obs=0)
+        regression(X, Y)
+
+    with pytest.raises(ValueError, match=r"NaN.*'coin'"):
+        run(MHBT(model, control_variate=None), jnp.array(jnp.nan))
+
+
 def test_all_values_missing():
     with pytest.raises(ValueError, match=r"NaN.*'y'"):
         run(MHBT(regression, control_variate=None), X, np.full_like(Y, np.nan))
@@ -237,6 +303,7 @@ def test_masked_missing_value_is_no_error():
     assert np.sum(mcmc.get_extra_fields()["accepted"]) > 5
 
 
+@DIVERGES
 @pytest.mark.parametrize("method", METHODS)
 def test_init_params_without_density(method):
     kernel = MHBT(bounded, control_variate=None)
@@ -279,6 +346,7 @@ def test_ref_params_of_other_sites():
         run(kernel, X, Y)
 
 
+@DIVERGES
 @pytest.mark.parametrize("control", [Taylor(), Taylor(ref_params={"top": 1.0})])
 def test_reference_without_density(control):
     """Where the reference has no density, nothing is subtracted."""
@@ -300,6 +368,7 @@ def pitfall_mcmc():
     return mcmc
 
 
+@DIVERGES
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_proposal_without_finite_value_is_rejected_and_counted(value):
     mcmc = pitfall_mcmc()
@@ -322,6 +391,7 @@ def test_proposal_without_finite_value_is_rejected_and_counted(value):
     assert np.any(fields["accepted"][np.flatnonzero(diverging)[:-1] + 1] == 1)
 
 
+@DIVERGES
 def test_gradient_proposal_survives_a_pitfall():
     mcmc = run(
         MHBT(pitfall, RSGLD(0.3), c_n=5, adapt_step_size=False),

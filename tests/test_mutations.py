@@ -167,10 +167,34 @@ MUTANTS = {
         "tests/test_untemper.py::test_weights_lead_to_the_conjugate_posterior"
         "[5.0-True]",
     ),
+    "steps tuned to avoid regions without density": (
+        "chain.py",
+        "_ASTRAY = 0.5",
+        "_ASTRAY = 0.0",
+        "tests/test_faults.py::test_steps_between_walls[5.0]",
+    ),
+    "steps not shortened by what diverges": (
+        "chain.py",
+        "_ASTRAY = 0.5",
+        "_ASTRAY = 1.0",
+        "tests/test_faults.py::test_steps_between_walls[0.05]",
+    ),
+    "warm-up comes again": (
+        "chain.py",
+        "jnp.minimum(i, _LAST - 1) + 1",
+        "i + 1",
+        "tests/test_faults.py::test_more_draws_than_a_counter_holds",
+    ),
+    "parameters that are NaN pass": (
+        "checks.py",
+        'return missing | _has_nan(site["fn"])',
+        "return missing",
+        "tests/test_errors.py::test_missing_covariate_of_a_binary_outcome[0]",
+    ),
     "step size led by the overall rate": (
         "chain.py",
-        "return state, info.paired_accept_prob",
-        "return state, info.accept_prob",
+        "jnp.where(info.diverging, otherwise, info.paired_accept_prob)",
+        "jnp.where(info.diverging, otherwise, info.accept_prob)",
         "tests/test_adaptation.py::test_step_size_does_not_collapse_in_loud_noise[SGLD]",
     ),
 }
