@@ -31,7 +31,7 @@ class BatchReport:
      - **c_n**, **temperature** - T = n / c_n.
      - **noise_variance** - v, of the log-density over batches.
      - **accept_prob** - mean acceptance rate.
-     - **accept_ceiling** - the highest rate that noise of variance v allows.
+     - **accept_ceiling** - the highest rate that noise allows, chains averaged.
      - **spread_inflation** - how many times wider than the posterior the draws are
        expected to be.
      - **ess_per_gradient** - smallest effective sample size of any site, by evaluation
@@ -137,7 +137,7 @@ def batch_report(mcmc: MCMC) -> BatchReport:
         temperature=temperature,
         noise_variance=noise,
         accept_prob=float(accept.mean()),
-        accept_ceiling=ceiling(settings, noise),
+        accept_ceiling=float(np.mean(ceiling(settings, state.mean_noise_variance))),
         spread_inflation=inflation,
         ess_per_gradient=ess / (draws_made * settings.steps_per_draw),
         r_hat=r_hat,

@@ -56,4 +56,5 @@ def settle(
 
     log_t = jnp.log(chains.temperature[0])
     _, course = lax.scan(advance, (chains, log_t), jnp.arange(1, _STEPS + 1))
-    return jnp.exp(jnp.mean(course[_STEPS // 2 :]))
+    # At most n, which rounding of the logarithm may exceed.
+    return jnp.minimum(jnp.exp(jnp.mean(course[_STEPS // 2 :])), n)

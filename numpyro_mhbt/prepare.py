@@ -148,7 +148,11 @@ def _coldest(
     noise, hot, cold = (np.asarray(x, np.float64) for x in found)
     # Near the mean of a chi-square variable, and no outlier decides.
     noise = np.quantile(noise[:-1].reshape(len(points), -1), 0.65, axis=1)
-    temperature = coldest(temperatures, noise / temperatures**2, settings.target_noise)
+    noise /= temperatures**2
+    temperature = coldest(temperatures, noise, settings.target_noise)
+    if not np.any(noise <= settings.target_noise):
+        # Loud at every T: chains are hardly where these points are.
+        return temperature, False
 
     nearest = np.argmin(np.abs(np.log(temperatures / temperature)))
     around = np.arange(NUM_POINTS // len(modes)) + nearest * NUM_POINTS

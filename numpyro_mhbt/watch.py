@@ -215,9 +215,9 @@ def expansion_problems(
     ]
 
 
-def ceiling(settings: Settings, noise: float) -> float:
+def ceiling(settings: Settings, noise: float | jax.Array) -> jax.Array:
     """Highest acceptance rate that noise of this variance allows."""
-    return float(acceptance_ceiling(noise / settings.num_blocks))
+    return acceptance_ceiling(noise / settings.num_blocks)
 
 
 def warn(text: str) -> None:

@@ -194,6 +194,28 @@ def test_pilot_run_where_no_gaussian_fits():
     assert abs(math.log(batch_report(mcmc).noise_variance)) < math.log(2.5)
 
 
+def test_pilot_run_where_every_temperature_is_too_loud():
+    """A network: around its mode there is noise at any T, but chains leave it."""
+    key_x, key_y = random.split(random.key(0))
+    x = random.normal(key_x, (20_000, 4))
+    y = jnp.sin(x[:, 0]) + x[:, 1] * x[:, 2]
+    y += 0.3 * random.normal(key_y, y.shape)
+
+    def network(x, y):
+        units = dist.Normal().expand([5, 8]).to_event(2)
+        inner = numpyro.sample("inner", units)
+        outer = numpyro.sample("outer", dist.Normal().expand([8]).to_event(1))
+        with numpyro.plate("N", len(x), subsample_size=500):
+            xb, yb = numpyro.subsample(x, 1), numpyro.subsample(y, 0)
+            mean = jnp.tanh(xb @ inner[:4] + inner[4]) @ outer
+            numpyro.sample("y", dist.Normal(mean, 0.3), obs=yb)
+
+    kernel = MHBT(network, temper_prior=False)
+    data, _ = read(network, (x, y), {})
+    setup = prepare.prepare(kernel._settings, kernel._programs, data)
+    assert setup.temperature < 0.8 * len(x)
+
+
 def test_cumulants_of_independent_rows():
     """Against the distribution of a sum of two rows over all pairs of five."""
     n, m, temperature = 5, 2, 3.0
