@@ -84,6 +84,7 @@ def prepare(settings: Settings, programs: Programs, data: Data) -> Setup:
         reference, curve = expand(
             settings, programs, data, seen.z, seen.modes[0], control, given or 1.0
         )
+        curve = curve and curve._replace(expanded=True)
     elif reference is not None and given is None and reference.z.size <= MAX_DIM:
         curve = programs.curvature(data, seen.z, reference.z, with_rows=True)
     if curve is not None and not np.isfinite(curve.at(1.0)[1]).all():

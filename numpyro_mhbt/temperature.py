@@ -20,7 +20,8 @@ MAX_DIM = 500
 """Above it a d x d matrix is not formed for the sake of T alone."""
 _GRID = 25
 NUM_POINTS = 64
-_MIN_PRECISION = 0.01
+_MIN_PRECISION = 0.01  # less is as good as flat, where rows are but a sample
+_ROUNDING = 1e-7  # of the largest precision
 
 
 class Curvature(NamedTuple):
@@ -31,6 +32,8 @@ class Curvature(NamedTuple):
     """Of what is divided by T: the likelihood, and the prior if it is tempered."""
     cold: tuple[jax.Array, jax.Array]
     """Of what is not: the Jacobian, and the prior if it is not tempered."""
+    expanded: bool = False
+    """Whether a control variate is expanded here, so that draws stay nearby."""
 
     def plus(self, likelihood: tuple[np.ndarray, np.ndarray]) -> Curvature:
         """With gradient and Hessian of the rows added."""
@@ -62,7 +65,11 @@ class Curvature(NamedTuple):
     def spread(self, temperature: float) -> np.ndarray:
         """S with covariance S S' of the Gaussian approximation."""
         values, vectors = np.linalg.eigh(-self.at(temperature)[1])
-        return vectors / np.sqrt(np.maximum(np.abs(values), _MIN_PRECISION))
+        least = _MIN_PRECISION
+        if self.expanded and values[0] > 0:
+            # Parameters in small units are wide, and their mass matrix must know it.
+            least = min(least, _ROUNDING * values[-1])
+        return vectors / np.sqrt(np.maximum(np.abs(values), least))
 
     def typical_points(self, temperature: float) -> np.ndarray:
         """Draws of the Gaussian approximation, always from the same random numbers."""
