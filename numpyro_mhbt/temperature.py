@@ -101,7 +101,8 @@ def curvature(
 
     grads = jax.jacrev(parts)
     found = across(data, (grads(z), jax.jacfwd(grads)(z)))
-    return Curvature(z, *zip(*found, strict=True))
+    hot, cold = zip(*found, strict=True)
+    return Curvature(z, hot, cold)
 
 
 def _parts(
