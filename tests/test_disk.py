@@ -84,7 +84,7 @@ def same_draws(arrays, files, make_kernel, **options):
 @pytest.mark.parametrize(
     "chain_method",
     [
-        "vectorized",
+        pytest.param("vectorized", marks=pytest.mark.slow),
         "parallel",
         pytest.param("sequential", marks=pytest.mark.slow),
         pytest.param(jax.vmap, marks=pytest.mark.slow, id="vmap"),

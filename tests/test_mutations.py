@@ -206,8 +206,6 @@ QUICK = {
     "normalising constant dropped",
     "batch with replacement",
     "branch weight wrong",
-    "gradient of the old batch on the way back",
-    "bias doubled instead of taken away",
     "step size led by the overall rate",
 }
 

@@ -65,6 +65,7 @@ def test_progress_bar_changes_no_bit(steps, method, chains):
         np.testing.assert_array_equal(with_bar[name], value, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.long_chains
 def test_thinning_keeps_some_of_the_same_draws():
     every, third = run(), run(thin=3)
