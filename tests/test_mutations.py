@@ -204,9 +204,7 @@ QUICK = {
     "Jacobian tempered",
     "batch drawn anew on rejection",
     "normalising constant dropped",
-    "batch with replacement",
     "branch weight wrong",
-    "step size led by the overall rate",
 }
 
 
