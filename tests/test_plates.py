@@ -1,5 +1,7 @@
 """The batch draw is uniform without replacement, at any size; plates made whole."""
 
+import re
+
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -84,3 +86,17 @@ def test_prediction_for_fewer_rows_than_a_batch():
     draws = {"w": jnp.array([1.0, 2.0])}
     y = Predictive(full_data(model), draws)(random.key(0), jnp.array([1.0, 10.0]))["y"]
     assert np.allclose(y, [[1, 10], [2, 20]], atol=1)
+
+
+def test_rows_are_drawn_once_and_not_for_each_column():
+    """A program that gathers with these rows and keeps them, as the kernel does."""
+
+    def batch(key, x):
+        rows = draw_rows(key, len(x), 1000)
+        return x[rows], rows
+
+    program = jax.jit(batch).lower(random.key(0), jnp.zeros((10**5, 20))).compile()
+    (gather,) = re.findall(
+        r"gather\w*fusion\S* = .* fusion\((.*?)\)", program.as_text()
+    )
+    assert gather.count("%") == 2  # the data and the rows, not what rows are made of
