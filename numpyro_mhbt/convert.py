@@ -26,6 +26,7 @@ from numpyro_mhbt.plates import with_rows
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.setup import read
 from numpyro_mhbt.state import MHBTState
+from numpyro_mhbt.warn import warn
 
 _COLD = 1.005
 
@@ -221,4 +222,4 @@ def _warn_of_heat(mcmc: MCMC, settings: Settings, state: MHBTState) -> None:
         )
     else:
         return
-    warnings.warn(f"MHBT: {text}", stacklevel=3)
+    warn(text)

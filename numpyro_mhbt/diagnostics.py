@@ -14,7 +14,8 @@ from numpyro_mhbt.convert import finished, temperature_of
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.state import MHBTState, Shared
 from numpyro_mhbt.vectors import flatten
-from numpyro_mhbt.watch import ceiling, expansion_problems, problems, warn
+from numpyro_mhbt.warn import warn
+from numpyro_mhbt.watch import ceiling, expansion_problems, problems
 
 _FAR = 25.0  # squared standard deviations per parameter
 _HOT = 10.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 import math
-import warnings
 
 import jax
 from jax import lax
@@ -18,6 +17,7 @@ from numpyro_mhbt.mesh import is_first
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.state import MHBTState, Setup, Shared
 from numpyro_mhbt.target import Data, fingerprint, shows_noise
+from numpyro_mhbt.warn import warn
 
 _STUCK = 0.005  # acceptance rate
 _ASTRAY = 0.1  # of all proposals
@@ -218,8 +218,3 @@ def expansion_problems(
 def ceiling(settings: Settings, noise: float | jax.Array) -> jax.Array:
     """Highest acceptance rate that noise of this variance allows."""
     return acceptance_ceiling(noise / settings.num_blocks)
-
-
-def warn(text: str) -> None:
-    """To whom has called the function that warns."""
-    warnings.warn(f"MHBT: {text}", stacklevel=3)
