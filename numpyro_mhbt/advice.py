@@ -106,8 +106,9 @@ def too_hot(settings: Settings, temperature: float, noise: float) -> str | None:
     """
     Whether a T that was not asked for is several times what batches need.
 
-    That happens where no Gaussian fits and chains are far from the reference. There the
-    noise falls like T^-2, or slower, so that the T named here is not too cold.
+    That happens where no Gaussian fits and chains are far from the reference. The T
+    named is a first guess: it takes the noise to fall like T^-2, while on small networks
+    the power was between 1.3 and 2.4.
     """
     enough = max(1.0, temperature * math.sqrt(noise / settings.target_noise))
     hot = temperature > COLD and enough < temperature / 3
