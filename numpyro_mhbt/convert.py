@@ -19,6 +19,7 @@ from numpyro.distributions import Delta
 from numpyro.handlers import block, seed, substitute, trace
 from numpyro.infer import MCMC, init_to_sample
 
+from numpyro_mhbt.advice import COLD, FEWEST, colder
 from numpyro_mhbt.disk import files_of
 from numpyro_mhbt.likelihood import log_likelihood as of_all_rows
 from numpyro_mhbt.likelihood import predict
@@ -26,8 +27,7 @@ from numpyro_mhbt.plates import with_rows
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.setup import read
 from numpyro_mhbt.state import MHBTState
-
-_COLD = 1.005
+from numpyro_mhbt.warn import warn
 
 
 def finished(mcmc: MCMC, who: str) -> tuple[Settings, MHBTState]:
@@ -213,12 +213,19 @@ def _warn_of_heat(mcmc: MCMC, settings: Settings, state: MHBTState) -> None:
         heat = max(heat, float(schedule(first)))
     if settings.on_reject == "refresh":
         text = "with on_reject='refresh' draws are of no posterior, tempered or not."
-    elif heat > _COLD:
+    elif heat > COLD:
         text = (
             f"draws are of the posterior raised to 1/T, T = {heat:.4g}, and so are "
-            "summaries and LOO made of them. For the posterior itself see `untemper`, "
-            "or sample with `Taylor(order=2)`."
+            "summaries and LOO made of them. For the posterior itself "
+            f"{_untempered(mcmc, state, heat)}{colder(settings)}."
         )
     else:
         return
-    warnings.warn(f"MHBT: {text}", stacklevel=3)
+    warn(text)
+
+
+def _untempered(mcmc: MCMC, state: MHBTState, heat: float) -> str:
+    """Named only where weights would leave some draws."""
+    left = ((2 * heat - 1) / heat**2) ** (state.z_grad.shape[-1] / 2)
+    draws = mcmc.num_chains * mcmc.num_samples
+    return "see `untemper`, or " if left * draws > FEWEST else ""

@@ -10,11 +10,20 @@ import numpy as np
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC
 
+from numpyro_mhbt.advice import (
+    COLD,
+    allowed,
+    batch_size,
+    colder,
+    loudness_at_one,
+    quieter,
+)
 from numpyro_mhbt.convert import finished, temperature_of
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.state import MHBTState, Shared
 from numpyro_mhbt.vectors import flatten
-from numpyro_mhbt.watch import ceiling, expansion_problems, problems, warn
+from numpyro_mhbt.warn import warn
+from numpyro_mhbt.watch import ceiling, expansion_problems, problems
 
 _FAR = 25.0  # squared standard deviations per parameter
 _HOT = 10.0
@@ -164,7 +173,7 @@ def _heat(
     settings: Settings, shared: Shared, temperature: float, v: float, inflation: float
 ) -> str:
     """What T means for the reader, and what would lower it."""
-    if temperature < 1.005:
+    if temperature < COLD:
         wider = "the draws are those of the posterior."
         if inflation > 1.02:
             wider = f"noise makes draws {inflation:.3g} times wider than the posterior."
@@ -175,22 +184,15 @@ def _heat(
     )
     if math.isnan(v):
         return text + "raise subsample_size, since one row does not show its noise."
-    # v grows like T^-2 with no control variate, T^-1 with order 0, not with order 1.
-    power = {-1: 2, 0: 1, 1: 0, 2: -1}[settings.taylor_order]
-    allowed = temperature
-    if power > 0:
-        allowed = max(1.0, temperature * (v / settings.target_noise) ** (1 / power))
-    if allowed < 0.7 * temperature:
-        return text + f"noise near the target would allow T = {allowed:.3g}."
+    enough = allowed(settings, temperature, v)
+    if enough < 0.7 * temperature:
+        return text + f"noise near the target would allow T = {enough:.3g}."
     ways = []
-    if len(shared.plates) == 1 and power > 0:
-        ((_, n, m),) = shared.plates
-        quieter = settings.target_noise / max(v * temperature**power, 1e-30)
-        needed = math.ceil(1 / ((1 / m - 1 / n) * quieter + 1 / n))
-        ways.append(f"raise subsample_size to about {float(f'{needed:.1g}'):.0f}")
-    if settings.taylor_order < 2:
-        ways.append("use Taylor(order=2)")
-    return text + (" or ".join(ways) or "raise subsample_size") + " to reach T = 1."
+    if len(shared.plates) == 1 and settings.taylor_order < 1:
+        needed = batch_size(shared.plates[0], loudness_at_one(settings, temperature, v))
+        ways.append(f"raise subsample_size to about {needed}")
+    ways.append(colder(settings))
+    return text + " or ".join(ways) + " to reach T = 1."
 
 
 def _mixing_problems(
@@ -203,7 +205,7 @@ def _mixing_problems(
     if noise > 2 * settings.target_noise:
         text += (
             f"Noise of variance {noise:.2g} keeps acceptance below "
-            f"{ceiling(settings, noise):.2g}: raise `subsample_size` or `temperature`."
+            f"{ceiling(settings, noise):.2g}. {quieter(settings, temperature)}"
         )
     elif settings.dense_mass:
         text += "Draw more, or allow more warm-up."

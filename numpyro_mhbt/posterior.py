@@ -16,6 +16,7 @@ from numpyro.handlers import seed
 from numpyro.infer import MCMC
 from numpyro.infer.util import unconstrain_fn
 
+from numpyro_mhbt.advice import FEWEST, colder
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.convert import finished, import_arviz, param_values, temperature_of
 from numpyro_mhbt.disk import fetch
@@ -29,8 +30,6 @@ from numpyro_mhbt.state import MHBTState
 from numpyro_mhbt.target import Data, log_terms
 from numpyro_mhbt.temperature import MAX_DIM, Curvature
 from numpyro_mhbt.vectors import flatten
-
-_FEWEST = 50
 
 
 class Untempered(NamedTuple):
@@ -122,13 +121,12 @@ def untemper(
     ess = efficiency / float(np.sum(weights**2))
     # Vehtari and others (2024): what so many draws can bear.
     limit = min(1 - 1 / np.log10(len(points)), 0.7)
-    if not (k_hat <= limit and ess >= _FEWEST):
+    if not (k_hat <= limit and ess >= FEWEST):
         raise ValueError(
             f"The weights that would take draws from T = {temperature:.4g} to 1 "
             f"collapse: k-hat is {k_hat:.2f} (at most {limit:.2f} is good), and the "
-            f"draws would be worth {ess:.0f}. Sample at a lower temperature, with "
-            "`Taylor(order=2)` at T = 1 if it can, or try method='rescale', which is "
-            "an approximation."
+            f"draws would be worth {ess:.0f}. To sample at a lower temperature, "
+            f"{colder(settings)}; or try method='rescale', which is an approximation."
         )
     key = random.key(0) if rng_key is None else rng_key
     chosen = _systematic(float(random.uniform(key)), weights)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 import math
-import warnings
 
 import jax
 from jax import lax
@@ -14,15 +13,16 @@ import numpy as np
 from numpyro.util import not_jax_tracer
 
 from numpyro_mhbt.adaptation import acceptance_ceiling
+from numpyro_mhbt.advice import LEFTOVER, nearer, quieter, too_hot
 from numpyro_mhbt.mesh import is_first
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.state import MHBTState, Setup, Shared
 from numpyro_mhbt.target import Data, fingerprint, shows_noise
+from numpyro_mhbt.warn import warn
 
 _STUCK = 0.005  # acceptance rate
 _ASTRAY = 0.1  # of all proposals
 _LOUD = 8.0  # times the target
-_LEFTOVER = 0.5  # error of a log-density
 _LARGE = 2**28  # bytes
 _LOOK_AT = (1000, 10_000, 100_000)  # draws after warm-up
 
@@ -124,7 +124,8 @@ def _look(
 ) -> None:
     heat, noise = np.ravel(temperature)[0], np.median(noise_variance)
     accept = np.ravel(accept_prob)
-    for text in problems(settings, heat, noise, accept, float(np.mean(diverging))):
+    found = problems(settings, heat, noise, accept, float(np.mean(diverging)))
+    for text in found or filter(None, [too_hot(settings, heat, noise)]):
         warn(text)
 
 
@@ -166,8 +167,7 @@ def problems(
             f"T = {temperature:.4g}: the noise variance of the mini-batch log-density "
             f"is {noise:.3g} (about {settings.target_noise:g} is good), so that at "
             f"most a share of {ceiling(settings, noise):.1g} of all moves can be "
-            "accepted, and draws are biased. Raise `subsample_size`, or lower `c_n` "
-            "(raise `temperature`)."
+            f"accepted, and draws are biased. {quieter(settings, temperature)}"
         )
     elif stuck:
         found.append(
@@ -195,7 +195,7 @@ def expansion_problems(
     if shared.noise is None:
         return []
     variance, leftover = (float(np.ravel(x)[0]) for x in shared.noise)
-    if variance <= _LOUD * settings.target_noise and leftover <= _LEFTOVER:
+    if variance <= _LOUD * settings.target_noise and leftover <= LEFTOVER:
         return []
     order = settings.taylor_order
     if variance == math.inf:
@@ -205,21 +205,16 @@ def expansion_problems(
             "away. The draws are not those of the posterior. Give a mode as "
             "`ref_params`, or use `Taylor(order=0)`."
         ]
+    advice = nearer(settings, shared.plates, temperature, variance, leftover)
     return [
         f"What Taylor(order={order}) misses is too large at T = {temperature:.4g}: "
         f"over all rows its noise variance is {variance:.3g} (about "
         f"{settings.target_noise:g} is good), and an error of about {leftover:.2g} "
         "remains in the log-density whatever is corrected. The draws are not those of "
-        "the posterior. Use `Taylor(order=0)`, raise `subsample_size`, or look for "
-        "parameters that few rows inform."
+        f"the posterior. {advice}"
     ]
 
 
 def ceiling(settings: Settings, noise: float | jax.Array) -> jax.Array:
     """Highest acceptance rate that noise of this variance allows."""
     return acceptance_ceiling(noise / settings.num_blocks)
-
-
-def warn(text: str) -> None:
-    """To whom has called the function that warns."""
-    warnings.warn(f"MHBT: {text}", stacklevel=3)

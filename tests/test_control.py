@@ -9,6 +9,7 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 import pytest
@@ -141,6 +142,52 @@ def test_posterior_itself_from_batches(order):
     # standard deviation of the mode.
     assert np.all(np.abs(w.mean((0, 1))) < 0.1)
     assert np.all(np.abs(w.std((0, 1)) - 1) < 0.03)
+
+
+def incomes(x, y):
+    """In dollars: the posterior is more than a hundred of them wide."""
+    w = numpyro.sample("w", dist.Normal(0, 1e5).expand([2]).to_event(1))
+    with numpyro.plate("N", len(y), subsample_size=500) as rows:
+        numpyro.sample("y", dist.Normal(x[rows] @ w, INCOME_SD), obs=y[rows])
+
+
+INCOME_SD = 40_000.0
+
+
+def score(draws, exact):
+    """Distance of a mean from the exact one in standard errors, and that error."""
+    error = draws.std() / effective_sample_size(draws) ** 0.5
+    return (draws.mean() - exact) / error, error
+
+
+# Order 1 knows no Newton steps, which would take a reference so far from zero.
+NEARBY = {"w": jnp.array([50_000.0, 2000.0])}
+
+
+@pytest.mark.parametrize("control", [Taylor(1, ref_params=NEARBY), Taylor(2)])
+def test_wide_posterior_in_small_units(control):
+    """Mean and spread of a conjugate model whose standard deviations are 126 and 40."""
+    keys = random.split(random.key(0), 2)
+    n = 100_000
+    x = jnp.stack([jnp.ones(n), np.sqrt(10) * random.normal(keys[0], (n,))], axis=1)
+    y = x @ jnp.array([50_000.0, 2000.0]) + INCOME_SD * random.normal(keys[1], (n,))
+    exact_x, exact_y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    precision = exact_x.T @ exact_x / INCOME_SD**2 + np.eye(2) / 1e10
+    mean = np.linalg.solve(precision, exact_x.T @ exact_y / INCOME_SD**2)
+    sd = np.sqrt(np.diag(np.linalg.inv(precision)))
+    assert sd[0] == pytest.approx(126, abs=1)
+
+    kernel = MHBT(incomes, SGLD(), control_variate=control)
+    mcmc = make_mcmc(kernel, num_samples=2000)
+    mcmc.run(random.key(1), x, y)
+    assert mcmc.last_state.temperature[0] == 1
+    w = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
+    unit = (w - mean) / sd
+    for coordinate in np.moveaxis(unit, -1, 0):
+        for draws, expected in ((coordinate, 0), (coordinate**2, 1)):
+            distance, error = score(draws, expected)
+            assert abs(distance) < 4
+            assert error < 0.05  # a chain of short steps would not know
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers", "ignore:MHBT. T = ")
