@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+import time
 from typing import Any
 
 import blackjax
@@ -34,6 +35,10 @@ from numpyro_mhbt import MHBT, SGLD, RandomWalk, Taylor, full_data
 from numpyro_mhbt.plates import draw_rows
 
 WARMUP = 1000
+NUTS_SECONDS = 120
+"""For warm-up, and for all draws, where a gradient takes long."""
+_CALLS, _GRADIENTS = 13, 10
+"""How often the suite asks for draws that take long; and of how many gradients."""
 
 
 @dataclass
@@ -54,10 +59,9 @@ def every_sampler(problem: Problem, exact: Reference, effort: int) -> Iterator[S
     yield from mhbt(problem, effort)
     yield from hmcecs(problem, exact, effort)
     yield from stochastic_gradient(problem, exact, effort)
-    yield from tuna(problem, exact, effort)
-    kernel = NUTS(full_data(problem.model), init_strategy=near(problem, exact))
-    draws, warmup = (10, 100) if problem.n <= 10**6 else (2, 20)
-    yield of_kernel("NUTS", "all rows", kernel, problem, draws, warmup)
+    if problem.n <= 10**6:  # of more, the float32 of its sums cannot tell rows apart
+        yield from tuna(problem, exact, effort)
+    yield from nuts(problem, exact)
 
 
 def of_kernel(
@@ -98,6 +102,43 @@ def constrained_mode(problem: Problem, exact: Reference) -> dict[str, jax.Array]
     z = exact.unravel(jnp.asarray(exact.mode, jnp.float32))
     model = seed(full_data(problem.model), random.key(0))
     return constrain_fn(model, problem.args, {}, z)
+
+
+def nuts(problem: Problem, exact: Reference) -> Iterator[Sampler]:
+    """
+    On all rows; of very many it makes as few draws as its time allows, or none.
+
+    A compiled loop cannot be stopped: its length and its trees are bounded beforehand,
+    by what a gradient takes.
+    """
+    draws, warmup, depth, name = 10, 100, 10, "all rows"
+    if problem.n > 10**6:
+        gradients = NUTS_SECONDS / seconds_of_gradient(problem, exact)
+        draws = min(int(gradients / (_CALLS * _GRADIENTS)), draws)
+        if draws < 2:
+            return
+        warmup = 2 * draws
+        depth = min(int(np.log2(gradients / warmup)), depth)
+        name = f"all rows, warm-up of {warmup}, trees of {2**depth - 1} at most"
+    start = near(problem, exact)
+    kernel = NUTS(full_data(problem.model), init_strategy=start, max_tree_depth=depth)
+    yield of_kernel("NUTS", name, kernel, problem, draws, warmup)
+
+
+def seconds_of_gradient(problem: Problem, exact: Reference) -> float:
+    """On all rows, after compilation."""
+    model = full_data(problem.model)
+
+    @jax.jit
+    def gradient(z: dict, args: tuple) -> dict:
+        return jax.grad(lambda z: potential_energy(model, args, {}, z))(z)
+
+    z = exact.unravel(jnp.asarray(exact.mode, jnp.float32))
+    for _ in range(2):
+        begin = time.perf_counter()
+        jax.block_until_ready(gradient(z, problem.args))
+        seconds = time.perf_counter() - begin
+    return seconds
 
 
 def mhbt(problem: Problem, effort: int) -> Iterator[Sampler]:
@@ -142,28 +183,32 @@ def stochastic_gradient(
     problem: Problem, exact: Reference, effort: int
 ) -> Iterator[Sampler]:
     """BlackJAX's SGLD and SGHMC, with and without control variates."""
-    m, n, args = 100, problem.n, problem.args
+    m, n = 100, problem.n
     narrow = float(np.linalg.eigvalsh(exact.covariance)[0])
     center = exact.unravel(jnp.asarray(exact.mode, jnp.float32))
 
-    def gradient(z: dict, rows: jax.Array) -> dict:
+    # The data go with the rows: inside the compiled program they would be copied.
+    def gradient(z: dict, batch: tuple[tuple, jax.Array]) -> dict:
+        args, rows = batch
         model = with_batch(problem, m).model
         model = (
             full_data(model) if len(rows) == n else substitute(model, data={"N": rows})
         )
         return jax.grad(lambda z: -potential_energy(model, args, {}, z))(z)
 
-    with_center = gradients.control_variates(gradient, center, jnp.arange(n))
+    with_center = gradients.control_variates(
+        gradient, center, (problem.args, jnp.arange(n))
+    )
 
     def sampler(
         family: str, step: Callable, step_size: float, unit: float, thin: int
     ) -> Sampler:
         @jax.jit
-        def loop(carry: tuple) -> tuple[Any, jax.Array]:
+        def loop(args: tuple, carry: tuple) -> tuple[Any, jax.Array]:
             def one(carry: tuple, _: None) -> tuple[tuple, None]:
                 z, key, rows = carry
                 key, key_rows, key_step = random.split(key, 3)
-                z = step(key_step, z, rows, step_size * unit)
+                z = step(key_step, z, (args, rows), step_size * unit)
                 return (z, key, draw_rows(key_rows, n, m)), None
 
             def kept(carry: tuple, _: None) -> tuple[tuple, jax.Array]:
@@ -174,7 +219,8 @@ def stochastic_gradient(
 
         begin = center, random.key(1), jnp.arange(m)
         name = f"step {step_size:g}, m = {m}"
-        return Sampler(family, name, lambda: loop(begin)[0], loop)
+        draw = partial(loop, problem.args)
+        return Sampler(family, name, partial(first_of, draw, begin), draw)
 
     for step_size in (0.1, 0.03, 0.3)[: 3 if effort else 1]:
         langevin = blackjax.sgld(with_center)
