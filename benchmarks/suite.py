@@ -264,7 +264,7 @@ def plot_speed(rows: list[Row], path: Path) -> None:
             marker="o",
             color="k",
             mfc="none",
-            label="hollow: too far off",
+            label="hollow: errors too large",
         )
     )
     axes.legend(handles=handles, ncol=3, loc="upper right", bbox_to_anchor=(1, -0.1))
