@@ -4,7 +4,8 @@ The moments of a posterior from all rows, by importance sampling.
 Draws of the Gaussian approximation at the mode are weighted with the posterior density
 of all rows in float64. The draws come in pairs around the mode and have its covariance
 exactly, so that only what the posterior departs from a Gaussian carries Monte Carlo
-error. The Pareto shape k tells whether the weights can be trusted.
+error. The Pareto shape k tells whether the weights can be trusted. Rows are passed over
+in chunks, which bounds the memory.
 
 The hierarchical regression is too far from a Gaussian for that. Its rows enter by a few
 sums only, on which NUTS is quick.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import arviz as az
 import jax
@@ -26,11 +27,12 @@ import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS
-from numpyro.infer.util import potential_energy
-from true_posterior import find_mode, to_float64
+from numpyro.handlers import substitute
+from numpyro.infer import MCMC, NUTS, init_to_feasible
+from numpyro.infer.util import initialize_model, potential_energy
+from true_posterior import newton
 
-from numpyro_mhbt import full_data
+CHUNK, POINTS = 4096, 100  # rows, and draws, at once
 
 
 class Reference(NamedTuple):
@@ -55,22 +57,20 @@ def find_reference(problem: Problem) -> Reference:
 def by_importance(problem: Problem) -> Reference:
     draws = int(np.clip(4e8 / problem.n, 500, 4000)) // 2 * 2
     with jax.enable_x64(True):
-        args = tuple(to_float64(a) for a in problem.args)
-        mode, covariance, unravel = find_mode(problem, args)
-        model = full_data(problem.model)
+        mode, covariance, unravel = find_mode(problem)
         root = jnp.linalg.cholesky(covariance)
         half = random.normal(random.key(1), (draws // 2, len(mode)))
         unit = jnp.concatenate([half, -half])
         unit = unit @ jnp.linalg.inv(jnp.linalg.cholesky(unit.T @ unit / draws)).T
+        z = mode + unit @ root.T
 
-        @jax.jit
-        def log_weights(args: tuple) -> jax.Array:
-            potential = partial(potential_energy, model, args, {})
-            values = lax.map(lambda u: potential(unravel(mode + root @ u)), unit)
-            return 0.5 * jnp.sum(unit**2, 1) - values
+        def at_draws(potential: Callable, z: jax.Array) -> jax.Array:
+            return lax.map(lambda z: potential(unravel(z)), z, batch_size=POINTS)
 
-        smoothed, k = az.psislw(np.asarray(log_weights(args)))
-        z = np.asarray(mode + unit @ root.T)
+        potentials = on_all_rows(problem, at_draws)(z)
+        log_weights = 0.5 * jnp.sum(unit**2, 1) - potentials
+        smoothed, k = az.psislw(np.asarray(log_weights))
+        z = np.asarray(z)
     weights = np.exp(np.asarray(smoothed))
     weights /= weights.sum()
     mean = weights @ z
@@ -84,6 +84,55 @@ def by_importance(problem: Problem) -> Reference:
         float(k),
         float(1 / np.sum(weights**2)),
     )
+
+
+def find_mode(problem: Problem) -> tuple[jax.Array, jax.Array, Callable]:
+    """In the unconstrained space: the mode, the covariance there, and its shape."""
+    info = initialize_model(
+        random.key(0),
+        problem.model,  # of a batch, as only names and shapes count here
+        init_strategy=init_to_feasible,
+        model_args=problem.args,
+    )
+    start, unravel = ravel_pytree(info.param_info.z)
+
+    def value(potential: Callable, z: jax.Array) -> jax.Array:
+        return potential(unravel(z))
+
+    def derivatives(potential: Callable, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        flat = partial(value, potential)
+        return jax.grad(flat)(z), jax.hessian(flat)(z)
+
+    whole = partial(on_all_rows, problem)
+    return *newton(whole(value), whole(derivatives), start), unravel
+
+
+def on_all_rows(problem: Problem, linear: Callable) -> Callable:
+    """
+    ``linear(potential, z)`` for the potential of all rows, as a function of z.
+
+    It passes from chunk to chunk: derivatives of ten million rows at once would not fit
+    into memory. The model counts the m rows of a chunk n/m times, so that the mean over
+    chunks, weighted by m, is of all rows, for whatever is linear in the potential.
+    """
+    n = problem.n
+    first_size = n % CHUNK or CHUNK
+
+    def of_chunk(args: tuple, z: jax.Array, start: int | jax.Array, m: int) -> Any:
+        model = partial(problem.model.func, m=m)
+        on_chunk = substitute(model, data={"N": start + jnp.arange(m)})
+        found = linear(partial(potential_energy, on_chunk, args, {}), z)
+        return jax.tree.map(lambda x: m / n * x, found)
+
+    @jax.jit
+    def of_all(args: tuple, z: jax.Array) -> Any:
+        def more(total: Any, start: jax.Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, of_chunk(args, z, start, CHUNK)), None
+
+        begin = of_chunk(args, z, 0, first_size)
+        return lax.scan(more, begin, jnp.arange(first_size, n, CHUNK))[0]
+
+    return partial(of_all, problem.args)
 
 
 def back_from_flat(z: dict) -> Callable:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+import time
 from typing import Any
 
 import blackjax
@@ -34,6 +35,10 @@ from numpyro_mhbt import MHBT, SGLD, RandomWalk, Taylor, full_data
 from numpyro_mhbt.plates import draw_rows
 
 WARMUP = 1000
+NUTS_SECONDS = 120
+"""For its draws, and half as many for warm-up, where a gradient takes long."""
+_CALLS, _TREE = 13, 15
+"""How often the suite asks for draws that take long; and gradients of a tree."""
 
 
 @dataclass
@@ -49,15 +54,15 @@ class Sampler:
 def every_sampler(problem: Problem, exact: Reference, effort: int) -> Iterator[Sampler]:
     """
     :param effort: 0 for one setting of each family, 1 for the usual ones, 2 for all
-        that are worth a try.
+        that are worth a try, 3 for those that were fastest with many rows, of which
+        each start takes long.
     """
     yield from mhbt(problem, effort)
     yield from hmcecs(problem, exact, effort)
     yield from stochastic_gradient(problem, exact, effort)
-    yield from tuna(problem, exact, effort)
-    kernel = NUTS(full_data(problem.model), init_strategy=near(problem, exact))
-    draws, warmup = (10, 100) if problem.n <= 10**6 else (2, 20)
-    yield of_kernel("NUTS", "all rows", kernel, problem, draws, warmup)
+    if problem.n <= 10**6:  # of more, the float32 of its sums cannot tell rows apart
+        yield from tuna(problem, exact, effort)
+    yield from nuts(problem, exact)
 
 
 def of_kernel(
@@ -100,6 +105,43 @@ def constrained_mode(problem: Problem, exact: Reference) -> dict[str, jax.Array]
     return constrain_fn(model, problem.args, {}, z)
 
 
+def nuts(problem: Problem, exact: Reference) -> Iterator[Sampler]:
+    """
+    On all rows; of very many it makes as few draws as its time allows, or none.
+
+    A compiled loop cannot be stopped: its length is bounded beforehand, by what a tree
+    takes, and trees are bounded, too: float32 hardly tells energies of ten million rows
+    apart, for which steps shrink and trees would grow.
+    """
+    draws, warmup, depth, name = 10, 100, 10, "all rows"
+    if problem.n > 10**6:
+        trees = NUTS_SECONDS / (_TREE * seconds_of_gradient(problem, exact))
+        draws, warmup = min(int(trees / _CALLS), draws), min(int(trees / 4), warmup)
+        if draws < 2:
+            return
+        depth = int(np.log2(_TREE + 1))
+        name = f"all rows, warm-up of {warmup}, {_TREE} gradients at most"
+    start = near(problem, exact)
+    kernel = NUTS(full_data(problem.model), init_strategy=start, max_tree_depth=depth)
+    yield of_kernel("NUTS", name, kernel, problem, draws, warmup)
+
+
+def seconds_of_gradient(problem: Problem, exact: Reference) -> float:
+    """On all rows, after compilation."""
+    model = full_data(problem.model)
+
+    @jax.jit
+    def gradient(z: dict, args: tuple) -> dict:
+        return jax.grad(lambda z: potential_energy(model, args, {}, z))(z)
+
+    z = exact.unravel(jnp.asarray(exact.mode, jnp.float32))
+    for _ in range(2):
+        begin = time.perf_counter()
+        jax.block_until_ready(gradient(z, problem.args))
+        seconds = time.perf_counter() - begin
+    return seconds
+
+
 def mhbt(problem: Problem, effort: int) -> Iterator[Sampler]:
     settings: list[tuple] = [
         ("SGLD", SGLD(), 100),
@@ -108,7 +150,8 @@ def mhbt(problem: Problem, effort: int) -> Iterator[Sampler]:
         ("RSGLD", None, 100),
         ("random walk", RandomWalk(), 1000),
     ]
-    for name, proposal, m in settings[: (1, 3, 5)[effort]]:
+    for i in ((0,), range(3), range(5), (0, 3))[effort]:
+        name, proposal, m = settings[i]
         at = with_batch(problem, m)
         kernel = MHBT(at.model, proposal, control_variate=Taylor(order=2))
         yield of_kernel("MHBT", f"{name}, order 2, m = {m}", kernel, at, 2000)
@@ -125,7 +168,8 @@ def hmcecs(problem: Problem, exact: Reference, effort: int) -> Iterator[Sampler]
         (HMC, four_steps, 2, 30, 1),
         (HMC, four_steps, 1, 100, 10),
     ]
-    for inner, options, degree, m, blocks in settings[: (1, 3, 6)[effort]]:
+    for i in ((0,), range(3), range(6), (0, 2, 3, 5))[effort]:
+        inner, options, degree, m, blocks = settings[i]
         at = with_batch(problem, m)
         kernel = HMCECS(
             inner(at.model, init_strategy=init_to_value(values=center), **options),
@@ -142,28 +186,32 @@ def stochastic_gradient(
     problem: Problem, exact: Reference, effort: int
 ) -> Iterator[Sampler]:
     """BlackJAX's SGLD and SGHMC, with and without control variates."""
-    m, n, args = 100, problem.n, problem.args
+    m, n = 100, problem.n
     narrow = float(np.linalg.eigvalsh(exact.covariance)[0])
     center = exact.unravel(jnp.asarray(exact.mode, jnp.float32))
 
-    def gradient(z: dict, rows: jax.Array) -> dict:
+    # The data go with the rows: inside the compiled program they would be copied.
+    def gradient(z: dict, batch: tuple[tuple, jax.Array]) -> dict:
+        args, rows = batch
         model = with_batch(problem, m).model
         model = (
             full_data(model) if len(rows) == n else substitute(model, data={"N": rows})
         )
         return jax.grad(lambda z: -potential_energy(model, args, {}, z))(z)
 
-    with_center = gradients.control_variates(gradient, center, jnp.arange(n))
+    with_center = gradients.control_variates(
+        gradient, center, (problem.args, jnp.arange(n))
+    )
 
     def sampler(
         family: str, step: Callable, step_size: float, unit: float, thin: int
     ) -> Sampler:
         @jax.jit
-        def loop(carry: tuple) -> tuple[Any, jax.Array]:
+        def loop(args: tuple, carry: tuple) -> tuple[Any, jax.Array]:
             def one(carry: tuple, _: None) -> tuple[tuple, None]:
                 z, key, rows = carry
                 key, key_rows, key_step = random.split(key, 3)
-                z = step(key_step, z, rows, step_size * unit)
+                z = step(key_step, z, (args, rows), step_size * unit)
                 return (z, key, draw_rows(key_rows, n, m)), None
 
             def kept(carry: tuple, _: None) -> tuple[tuple, jax.Array]:
@@ -174,7 +222,8 @@ def stochastic_gradient(
 
         begin = center, random.key(1), jnp.arange(m)
         name = f"step {step_size:g}, m = {m}"
-        return Sampler(family, name, lambda: loop(begin)[0], loop)
+        draw = partial(loop, problem.args)
+        return Sampler(family, name, partial(first_of, draw, begin), draw)
 
     for step_size in (0.1, 0.03, 0.3)[: 3 if effort else 1]:
         langevin = blackjax.sgld(with_center)

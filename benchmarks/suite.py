@@ -13,6 +13,7 @@ Needs BlackJAX: ``pip install -e ".[bench]"``. ``--data`` is the folder that
     python benchmarks/suite.py --quick             # a part of it, under five minutes
     python benchmarks/suite.py --targets           # what we aim at, 15 minutes
     python benchmarks/suite.py --only steps first-draw
+    python benchmarks/suite.py --only speed --problems logistic-1e7 student
     python benchmarks/suite.py --tables            # anew, nothing measured
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 import json
@@ -53,7 +55,7 @@ import numpy as np
 import numpyro
 from numpyro.infer import HMC, MCMC, NUTS, init_to_value
 from reference import Reference, find_reference
-from samplers import Sampler, every_sampler, of_kernel
+from samplers import NUTS_SECONDS, Sampler, every_sampler, of_kernel
 import step_cost
 
 from numpyro_mhbt import MHBT, RSGLD, SGLD, RandomWalk, Taylor, full_data
@@ -62,6 +64,14 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "examples"))
 MEAN_CLOSE, SD_CLOSE = 0.1, 0.1
 Row = dict[str, Any]
+ORDER = (
+    "logistic",
+    "student",
+    "truncated",
+    "hierarchical",
+    "covtype_logistic",
+    "digits",
+)
 
 
 # Effective samples per second, and errors
@@ -144,8 +154,7 @@ def speed(problem: Problem, args: argparse.Namespace) -> list[Row]:
     print(f"{problem.name}: k = {exact.pareto_k:.2f}, {exact.effective:.0f} draws")
     seconds = 0.5 if args.quick else 1.0
     best: dict[str, tuple[tuple[bool, float], Run]] = {}
-    few = args.quick or problem.n > 10**6
-    effort = 0 if few else 2 if problem.n == 10**6 else 1
+    effort = 0 if args.quick else 3 if problem.n > 10**6 else 1 + (problem.n == 10**6)
     for sampler in every_sampler(problem, exact, effort):
         run = Run.begin(sampler)
         run.go_on(seconds)
@@ -166,29 +175,35 @@ def speed(problem: Problem, args: argparse.Namespace) -> list[Row]:
     for _ in range(args.repeats):
         for run in runs:
             run.go_on(seconds)
-    nuts = best["NUTS"][1]
-    rows = []
-    for run in runs:
-        mean_error, sd_error = run.errors(exact)
+    base = best["NUTS"][1].speed if "NUTS" in best else [0.0] * args.repeats
+    of = {"problem": problem.name, "n": problem.n, "d": len(exact.mean)}
+    rows = [of | row_of_speed(run, exact, base) for run in runs]
+    if "NUTS" not in best:
+        unknown = dict.fromkeys(rows[0], np.inf)
+        setting = f"all rows: no draws in {NUTS_SECONDS} s"
         rows.append(
-            {
-                "problem": problem.name,
-                "n": problem.n,
-                "d": len(exact.mean),
-                "sampler": run.sampler.family,
-                "setting": run.sampler.name,
-                "ESS/s": float(np.median(run.speed)),
-                "ratio to NUTS": float(np.median(np.divide(run.speed, nuts.speed))),
-                "mean error, sd": mean_error,
-                "sd error": sd_error,
-                "seconds to accuracy": run.time_to_accuracy(exact),
-                "sampled, s": sum(run.seconds),
-                "warm-up, s": run.start,
-                "compilation, s": max(run.first_start - run.start, 0.0),
-            }
+            unknown | of | {"sampler": "NUTS", "setting": setting, "ESS/s": 0.0}
         )
     jax.clear_caches()
     return rows
+
+
+def row_of_speed(run: Run, exact: Reference, base: list[float]) -> Row:
+    """:param base: the speed of NUTS in each turn."""
+    mean_error, sd_error = run.errors(exact)
+    ratios = [a / b if b > 0 else np.inf for a, b in zip(run.speed, base, strict=True)]
+    return {
+        "sampler": run.sampler.family,
+        "setting": run.sampler.name,
+        "ESS/s": float(np.median(run.speed)),
+        "ratio to NUTS": float(np.median(ratios)),
+        "mean error, sd": mean_error,
+        "sd error": sd_error,
+        "seconds to accuracy": run.time_to_accuracy(exact),
+        "sampled, s": sum(run.seconds),
+        "warm-up, s": run.start,
+        "compilation, s": max(run.first_start - run.start, 0.0),
+    }
 
 
 def problems(args: argparse.Namespace) -> dict[str, Callable[[], Problem]]:
@@ -197,10 +212,10 @@ def problems(args: argparse.Namespace) -> dict[str, Callable[[], Problem]]:
     if args.targets:
         return {"logistic": lambda: logistic(10**6)}
     found: dict[str, Callable[[], Problem]] = {
-        "logistic, 10^7": lambda: logistic(10**7),
-        "logistic, 10^6": lambda: logistic(10**6),
-        "logistic, 10^5": lambda: logistic(10**5),
-        "logistic, 10^4": lambda: logistic(10**4),
+        "logistic-1e7": lambda: logistic(10**7),
+        "logistic-1e6": lambda: logistic(10**6),
+        "logistic-1e5": lambda: logistic(10**5),
+        "logistic-1e4": lambda: logistic(10**4),
         "student": student,
         "truncated": truncated,
         "hierarchical": hierarchical,
@@ -208,7 +223,9 @@ def problems(args: argparse.Namespace) -> dict[str, Callable[[], Problem]]:
     if args.data:
         found["covtype"] = lambda: covtype_logistic(args.data)
         found["digits"] = lambda: digits(args.data)
-    return found
+    if wrong := set(args.problems or ()) - set(found):
+        raise SystemExit(f"{wrong} is none of {', '.join(found)}")
+    return {name: found[name] for name in args.problems or found}
 
 
 def section_speed(args: argparse.Namespace) -> list[Row]:
@@ -247,7 +264,7 @@ def plot_speed(rows: list[Row], path: Path) -> None:
             marker="o",
             color="k",
             mfc="none",
-            label="hollow: too far off",
+            label="hollow: errors too large",
         )
     )
     axes.legend(handles=handles, ncol=3, loc="upper right", bbox_to_anchor=(1, -0.1))
@@ -525,7 +542,7 @@ FOR_TARGETS = "steps", "chains", "first-draw", "modes", "speed"
 
 
 def targets(results: dict[str, list[Row]]) -> list[Row]:
-    """What the kernel is to reach, beside what one run has measured."""
+    """What the kernel is to reach, beside what the tables say; ratios within a run."""
     step = {row["n"]: row for row in results["steps"] if row["type"] == "float32"}
     chains = {row["chains"]: row["MHBT, times one"] for row in results["chains"]}
     first = {row["system"]: row["first draw, s"] for row in results["first-draw"]}
@@ -632,10 +649,7 @@ def publish(args: argparse.Namespace, name: str, rows: list[Row]) -> None:
         "numpyro": numpyro.__version__,
     }
     if name == "speed":
-        # Ratios are within a problem: those measured before stay as they are.
-        of = {(row["problem"], row["n"]) for row in rows}
-        before = results.get(name, [])
-        rows = rows + [row for row in before if (row["problem"], row["n"]) not in of]
+        rows = merge_problems(results.get(name, []), rows)
     results[name] = rows
     kept = {
         key: value
@@ -645,6 +659,16 @@ def publish(args: argparse.Namespace, name: str, rows: list[Row]) -> None:
     }
     path.write_text(json.dumps(kept, indent=1) + "\n")
     write_table(args.out, name, rows)
+
+
+def merge_problems(before: list[Row], rows: list[Row]) -> list[Row]:
+    """Ratios are within a problem: others measured before stay, where they stood."""
+
+    def place(row: Row) -> tuple[int, int]:
+        return ORDER.index(row["problem"]), -row["n"]
+
+    new = {place(row) for row in rows}
+    return sorted([*rows, *(r for r in before if place(r) not in new)], key=place)
 
 
 def write_table(out: Path, name: str, rows: list[Row]) -> None:
@@ -661,6 +685,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="under five minutes")
     parser.add_argument("--targets", action="store_true", help="what they ask for only")
     parser.add_argument("--only", nargs="+", choices=SECTIONS)
+    parser.add_argument("--problems", nargs="+", help="of the section speed")
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
@@ -672,13 +697,12 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     chosen = QUICK if args.quick else FOR_TARGETS if args.targets else SECTIONS
-    found, begin = {}, time.perf_counter()
+    begin = time.perf_counter()
     for name in args.only or chosen:
         print(f"== {name}, at {time.perf_counter() - begin:.0f} s", flush=True)
-        found[name] = SECTIONS[name](args)
-        publish(args, name, found[name])
-    if not args.quick and set(FOR_TARGETS) <= set(found):
-        publish(args, "targets", targets(found))
+        publish(args, name, SECTIONS[name](args))
+    with suppress(KeyError):  # not all that they ask for has been measured
+        publish(args, "targets", targets(read_results(args.out / "results.json")))
 
 
 if __name__ == "__main__":

@@ -72,10 +72,14 @@ def moments(draws: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def newton(potential: Callable, z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The minimum of a potential and the inverse of its Hessian there."""
-    derivatives = jax.jit(lambda z: (jax.grad(potential)(z), jax.hessian(potential)(z)))
-    potential = jax.jit(potential)
+def newton(
+    potential: Callable, derivatives: Callable, z: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """
+    The minimum of a potential and the inverse of its Hessian there.
+
+    :param derivatives: the first and the second at a point.
+    """
     for _ in range(100):
         grad, hessian = derivatives(z)
         curvature, axes = jnp.linalg.eigh(hessian)
@@ -99,8 +103,15 @@ def find_mode(problem: Problem, args: tuple) -> tuple[jax.Array, jax.Array, Call
         model_args=args,
     )
     start, unravel = ravel_pytree(info.param_info.z)
-    potential = info.potential_fn(*args)
-    mode, covariance = newton(lambda z: potential(unravel(z)), start)
+    of_tree = info.potential_fn(*args)
+
+    def potential(z: jax.Array) -> jax.Array:
+        return of_tree(unravel(z))
+
+    def derivatives(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.grad(potential)(z), jax.hessian(potential)(z)
+
+    mode, covariance = newton(jax.jit(potential), jax.jit(derivatives), start)
     return mode, covariance, unravel
 
 
