@@ -110,9 +110,10 @@ def too_hot(settings: Settings, temperature: float, noise: float) -> str | None:
     named is a first guess: it takes the noise to fall like T^-2, while on small networks
     the power was between 1.3 and 2.4.
     """
+    if given(settings) or settings.taylor_order > 0 or math.isnan(noise):
+        return None
     enough = max(1.0, temperature * math.sqrt(noise / settings.target_noise))
-    hot = temperature > COLD and enough < temperature / 3
-    if given(settings) or settings.taylor_order > 0 or not hot:
+    if temperature <= COLD or enough > temperature / 3:
         return None
     return (
         f"T = {temperature:.4g}, which was chosen before the first step, is hotter "
