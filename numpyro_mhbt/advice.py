@@ -107,8 +107,8 @@ def too_hot(settings: Settings, temperature: float, noise: float) -> str | None:
     Whether a T that was not asked for is several times what batches need.
 
     That happens where no Gaussian fits and chains are far from the reference. The T
-    named is a first guess: it takes the noise to fall like T^-2, while on small networks
-    the power was between 1.3 and 2.4.
+    named is a first guess: it takes the noise to fall like T^-2, while the power was
+    between 1.3 and 2.4 on small networks.
     """
     if given(settings) or settings.taylor_order > 0 or math.isnan(noise):
         return None
