@@ -288,8 +288,10 @@ def draw_rows(rng_key: jax.Array, n: int, m: int) -> jax.Array:
         rows = lax.while_loop(
             lambda x: jnp.any(x >= n), lambda x: jnp.where(x >= n, permute(x), x), rows
         )
-    # The random shift makes the chance of each single row exactly m / n.
-    return _wrap(rows + shift % np.uint32(n), n).astype(jnp.int32)
+    # The random shift makes the chance of each single row exactly m / n. To XLA a
+    # remainder is dear enough to be taken once: with `_wrap` here it would draw rows
+    # within the gather, anew for each column.
+    return ((rows + shift % np.uint32(n)) % np.uint32(n)).astype(jnp.int32)
 
 
 def _radices(n: int) -> tuple[int, int]:
