@@ -118,12 +118,15 @@ def many_gradients(data: tuple, k: int, own: bool, steps: int) -> tuple:
 
 
 def kernel_loop(data: tuple, proposal: object, control: Taylor | None) -> tuple:
-    kernel = MHBT(model, proposal, control_variate=control)
+    return loop_of(MHBT(model, proposal, control_variate=control), data, STEPS)
+
+
+def loop_of(kernel: MHBT, data: tuple, steps: int) -> tuple:
     state = kernel.init(random.key(1), 0, None, data, {})
 
     def run(state: MHBTState, data: tuple) -> MHBTState:
         return lax.scan(
-            lambda s, _: (kernel.sample(s, data, {}), None), state, None, length=STEPS
+            lambda s, _: (kernel.sample(s, data, {}), None), state, None, length=steps
         )[0]
 
     return jax.jit(run), (state, data)

@@ -74,8 +74,9 @@ class Exact:
             expansion = _expansion(grid, reference, order)
         prior = stats.norm.logpdf(grid, 0.5, 2) / (temperature if temper_prior else 1)
         known, missed = expansion.sum(0), rows - expansion
-        batches = []
-        for batch in all_batches(N, m, strata):
+        batches = all_batches(N, m, strata)
+        values = []
+        for batch in batches:
             value = known + N * missed[list(chain(*batch))].mean(0)
             value /= temperature
             if correct:
@@ -83,8 +84,10 @@ class Exact:
                 spread = sum(part.var(0, ddof=1) for part in parts)
                 variance = (1 - m / N) * N**2 / m * spread / strata
                 value -= variance / temperature**2 / 2
-            batches.append(value)
-        log_p = prior + special.logsumexp(batches, axis=0)
+            values.append(value)
+        self.batches = np.reshape(batches, (len(batches), m))
+        self.values = np.array(values)  # by batch and point
+        log_p = prior + special.logsumexp(values, axis=0)
         p = np.exp(log_p - log_p.max())
         self.grid, self.p = grid, p / p.sum()
         self.cdf = np.cumsum(self.p)

@@ -39,7 +39,16 @@ def control(order, **options):
     return None if order is None else Taylor(order, **options)
 
 
-def run(kernel, *args, num_warmup=300, num_samples=400, num_chains=CHAINS, **options):
+def run(
+    kernel,
+    *args,
+    num_warmup=300,
+    num_samples=400,
+    num_chains=CHAINS,
+    state=None,
+    **options,
+):
+    """:param state: to go on from, in place of warm-up."""
     mcmc = MCMC(
         kernel,
         num_warmup=num_warmup,
@@ -48,6 +57,7 @@ def run(kernel, *args, num_warmup=300, num_samples=400, num_chains=CHAINS, **opt
         chain_method="vectorized",
         progress_bar=False,
     )
+    mcmc.post_warmup_state = state
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "MHBT: ")
         mcmc.run(random.key(0), *args, **options)
@@ -173,6 +183,43 @@ def test_steps_do_not_shrink_to_nothing_at_the_edge_of_a_pit():
     assert lengths.min() > 0.05  # a pit is 0.375 wide
 
 
+def test_steps_of_any_length_keep_the_target_between_pits():
+    """
+    Those that chains found in loud noise, each its own, from exact draws of (θ, I).
+
+    Draws right after warm-up are too wide: chains in the tails find shorter steps than
+    others, and come back the later for it. That is no matter of the target.
+    """
+    kernel, exact = pitfall(pitted, 0, None, adapt_step_size=True)
+    start = {"mu": jnp.asarray(Outside(exact).start)}
+    found = run(kernel, Y, np.nan, num_warmup=1000, num_samples=1, init_params=start)
+    assert np.ptp(found.last_state.step_size) > 0
+    mcmc = run(
+        kernel,
+        Y,
+        np.nan,
+        num_samples=1000,
+        state=from_exact_draws(kernel, exact, found.last_state),
+    )
+    left = Outside(exact)
+    assert_moments(draws_of(mcmc), left.mean, left.variance)
+
+
+def from_exact_draws(kernel, exact, state, seed=0):
+    """The state of chains with another pair (θ, I) each, drawn from the target."""
+    rng = np.random.default_rng(seed)
+    p = exact.p * ~in_pit(exact.grid)
+    places = rng.choice(len(p), len(state.step_size), p=p / p.sum())
+    # Gumbel's way to draw from weights that are known by their logarithms.
+    values = exact.values[:, places]
+    which = np.argmax(values + rng.gumbel(size=values.shape), axis=0)
+    state = state._replace(
+        z={"mu": jnp.asarray(exact.grid[places], jnp.float32)},
+        batch={"N": jnp.asarray(exact.batches[which], jnp.int32)},
+    )
+    return kernel.refresh(state, (Y, np.nan), {})
+
+
 @pytest.mark.parametrize("c_n", [5.0, 0.05])
 def test_steps_between_walls(c_n):
     """
@@ -257,6 +304,15 @@ def assert_normal_mean(mcmc, y, scale=1.0, slack=0.0):
     assert_moments(draws_of(mcmc) / scale, mean, t / precision, slack=slack)
 
 
+def _is_near_normal_mean(mcmc, y, scale):
+    """Whether each chain would do, which is no question of Monte Carlo error."""
+    precision = 1 + len(y)
+    deviation = np.sqrt(float(mcmc.last_state.temperature[0]) / precision)
+    mean = np.sum(np.asarray(y, np.float64)) / scale / precision
+    off = (draws_of(mcmc) / scale - mean) / deviation
+    return abs(off.mean()) < 0.2 and 0.7 < off.var(axis=1).mean() < 1.4
+
+
 @pytest.mark.parametrize("order", some_slow(0))
 def test_all_rows_equal(order):
     """There is no noise, whatever the batch: the posterior itself."""
@@ -323,6 +379,8 @@ def test_constant_columns_and_duplicate_rows(order):
 
 # What becomes of data in units so small or large that the model is not of order one.
 REFUSED, SAID, RIGHT = "refused", "said", "right"
+# Said, though the draws would do. What is listed as SAID must not become this.
+DOUBTED = "doubted"
 # Beyond what is here R-hat is near its bound, and a draw more or less decides.
 CLASSES = {
     (1e-20, "RSGLD"): dict.fromkeys(ORDERS, REFUSED),
@@ -384,7 +442,7 @@ def _what_becomes_of(kernel, y, scale, slack):
     said = [str(warning.message) for warning in caught]
     if any(re.search(STRONG, text) for text in said):
         assert not report.trusted
-        return SAID
+        return DOUBTED if _is_near_normal_mean(mcmc, y, scale) else SAID
     assert_normal_mean(mcmc, y, scale, slack)
     return RIGHT
 
