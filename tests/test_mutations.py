@@ -223,7 +223,8 @@ def test_mutant_is_caught(name, tmp_path):
     text = source.read_text()
     assert text.count(right) == 1
     source.write_text(text.replace(right, wrong))
-    command = [sys.executable, "-m", "pytest", "-q", test]
+    # The test may be a slow one, which is not run unless asked for.
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "", test]
     result = subprocess.run(
         [*command, "-p", "no:cacheprovider", "-p", "no:xdist"],
         cwd=tmp_path,
