@@ -129,10 +129,11 @@ MUTANTS = {
         "jnp.log(settings.target_noise / noise)",
         "tests/test_control.py::test_pilot_run_where_no_gaussian_fits",
     ),
-    "noise of T = 1 at every T": (
+    # (Were it to fall too slowly, it would be loud at every T, and a pilot run decide.)
+    "noise falls too fast with T": (
         "prepare.py",
-        "noise / temperatures**2",
-        "noise",
+        "noise /= temperatures**2",
+        "noise /= temperatures**3",
         "tests/test_control.py::test_noise_is_near_its_target",
     ),
     "reference goes down where nothing is concave": (
