@@ -59,7 +59,7 @@ class Slow:
 
 
 COLD_STEPS = 100
-WORK = {"light": 0, "medium": 1, "heavy": 4}
+WORK = {"light": 0, "medium": 4, "heavy": 16}
 
 
 def laborious(work: int) -> Callable[[Any], None]:
