@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 import mmap
-from os import PathLike, fspath
+import os
 from pathlib import Path
 import time
 from typing import Any, Protocol
+import weakref
 
 import numpy as np
 
-_READERS = 16
 _COLD = 5e-3  # seconds for a batch, which then did not come from memory
 
 
@@ -29,8 +27,8 @@ class Source(Protocol):
 
 def open_source(source: Any, columns: str | Sequence[str] | None) -> Source:
     """:class:`Source` of a path, or of an array-like that is open already."""
-    if isinstance(source, str | PathLike):
-        return _open_path(Path(fspath(source)), columns)
+    if isinstance(source, str | os.PathLike):
+        return _open_path(Path(os.fspath(source)), columns)
     if type(source).__module__.startswith("pyarrow"):
         return Arrow(_select(source, columns))
     _check_no_columns(source, columns)
@@ -96,52 +94,57 @@ class MappedFile:
     ) -> None:
         self._where = path, offset, shape, strides, dtype
         self.shape, self.dtype = shape, dtype
-        with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        weakref.finalize(self, os.close, self._file)
+        self._map = mmap.mmap(self._file, 0, access=mmap.ACCESS_READ)
         self._array: np.ndarray = np.ndarray(shape, dtype, self._map, offset, strides)
         # Or the system reads many pages around each row.
-        self._advise("MADV_RANDOM")
+        if hasattr(mmap, "MADV_RANDOM"):  # not on Windows
+            self._map.madvise(mmap.MADV_RANDOM)
         self._is_cold = False
 
     def __reduce__(self) -> tuple:
         return MappedFile, self._where
 
-    def _advise(self, what: str, start: int = 0, stop: int | None = None) -> None:
-        if hasattr(mmap, what):  # not on Windows
-            start -= start % mmap.PAGESIZE
-            length = (len(self._map) if stop is None else stop) - start
-            self._map.madvise(getattr(mmap, what), start, length)
+    def _ask_for(self, begin: int, length: int) -> None:
+        """Let the system read bytes while we go on."""
+        # Not `madvise`, during which Python holds its lock.
+        if hasattr(os, "posix_fadvise"):  # on Linux
+            os.posix_fadvise(self._file, begin, length, os.POSIX_FADV_WILLNEED)
 
     def take(self, rows: np.ndarray) -> np.ndarray:
         if _are_contiguous(rows) and self._array.flags.c_contiguous:
             _, offset, _, strides, _ = self._where
             first, last = int(rows[0]), int(rows[-1]) + 1
-            ends = (offset + row * strides[0] for row in (first, last))
-            self._advise("MADV_WILLNEED", *ends)
+            self._ask_for(offset + first * strides[0], (last - first) * strides[0])
             return np.array(self._array[first:last])
         started = time.perf_counter()
         if self._is_cold:
-            found = self._take_together(rows)
-        else:
-            found = self._array.take(rows, axis=0, mode="clip")
+            self._ask_for_pages(rows)
+        found = self._array.take(rows, axis=0, mode="clip")
         self._is_cold = time.perf_counter() - started > _COLD
         return found
 
-    def _take_together(self, rows: np.ndarray) -> np.ndarray:
-        """By several threads, since a disk serves many requests as fast as one."""
-        found = np.empty((len(rows), *self.shape[1:]), self.dtype)
+    def _ask_for_pages(self, rows: np.ndarray) -> None:
+        """Name all pages at once, since a disk serves many requests as fast as one."""
+        _, offset, shape, strides, dtype = self._where
+        begins = offset + strides[0] * rows.astype(np.int64)
+        edges = _find_edges(shape, strides, dtype.itemsize)
+        pages = np.unique(np.add.outer(begins, edges) // mmap.PAGESIZE)
+        for begin in (pages * mmap.PAGESIZE).tolist():
+            self._ask_for(begin, 1)
 
-        def part(places: np.ndarray) -> None:
-            found[places] = self._array.take(rows[places], axis=0, mode="clip")
 
-        list(readers().map(part, np.array_split(np.argsort(rows), _READERS)))
-        return found
-
-
-@cache
-def readers() -> ThreadPoolExecutor:
-    """Threads that read parts of a batch."""
-    return ThreadPoolExecutor(_READERS, thread_name_prefix="rows")
+def _find_edges(shape: Sequence[int], strides: Sequence[int], size: int) -> np.ndarray:
+    """Bytes of a row, such that no page has some of it and none of them."""
+    places = np.zeros(1, np.int64)
+    for length, stride in zip(shape[1:], strides[1:], strict=True):
+        places = np.add.outer(places, stride * np.arange(length)).ravel()
+    places.sort()
+    # A stretch of a page's length lies on two at most: those of its ends.
+    starts = np.unique(places // mmap.PAGESIZE, return_index=True)[1]
+    ends = np.append(starts[1:], len(places)) - 1
+    return np.append(places[starts], places[ends] + size - 1)
 
 
 def _are_contiguous(rows: np.ndarray) -> bool:

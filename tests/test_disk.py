@@ -2,8 +2,11 @@
 
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+import mmap
+import os
 import pickle
 import threading
+import time
 
 import jax
 from jax import random
@@ -281,13 +284,67 @@ def test_pickles_of_files_are_small(files):
     assert len(pickle.dumps(files)) < 2000
 
 
-def test_cold_files_are_read_by_several_threads(paths, arrays, monkeypatch):
-    monkeypatch.setattr("numpyro_mhbt.sources._COLD", -1.0)
-    source = DiskRows(paths[0])._source
+LAYOUTS = {
+    "rows in a page": lambda x: x[:, :5],
+    "rows of pages": lambda x: x,
+    "columns": lambda x: np.asfortranarray(x),
+    "cube": lambda x: x.reshape(len(x), 10, -1),
+    "vector": lambda x: x[:, 0],
+}
+VIEWS = {"whole": lambda x: x, "part": lambda x: x[3:90:2], "back": lambda x: x[::-1]}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_pages_of_a_cold_file_are_asked_for_at_once(
+    layout, view, tmp_path, monkeypatch
+):
+    x = LAYOUTS[layout](np.random.default_rng(0).standard_normal((100, 1300)))
+    np.save(tmp_path / "x.npy", x)
+    stored = np.load(tmp_path / "x.npy", mmap_mode="r")
+    start = stored.__array_interface__["data"][0] - stored.offset
+    x, stored = VIEWS[view](x), VIEWS[view](stored)
+    source = DiskRows(stored)._source
     assert isinstance(source, MappedFile)
-    rows = np.random.default_rng(0).integers(0, N, 333)
-    for _ in range(2):
-        assert np.array_equal(source.take(rows), arrays[0][rows])
+    asked = []
+    monkeypatch.setattr(source, "_ask_for", lambda *bytes_: asked.append(bytes_))
+    monkeypatch.setattr("numpyro_mhbt.sources._COLD", -1.0)
+    rows = np.random.default_rng(1).integers(0, len(x), 7)
+    assert np.array_equal(source.take(rows), x[rows])
+    assert not asked  # not yet known to be cold
+    assert np.array_equal(source.take(rows), x[rows])
+    first_bytes = [
+        stored[row, *index, ...].__array_interface__["data"][0] - start
+        for row in rows
+        for index in np.ndindex(x.shape[1:])
+    ]
+    touched = {(b + e) // mmap.PAGESIZE for b in first_bytes for e in (0, 7)}
+    assert [begin // mmap.PAGESIZE for begin, _ in asked] == sorted(touched)
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="of Linux")
+def test_pages_that_were_asked_for_come_to_memory(tmp_path):
+    path = tmp_path / "x.npy"
+    np.save(path, np.zeros((1000, 1024), np.float32))
+    source = DiskRows(path)._source
+    with open(path, "rb") as file:
+
+        def is_in_memory(row):
+            try:
+                place = 128 + 4096 * row
+                return os.preadv(file.fileno(), [bytearray(4)], place, os.RWF_NOWAIT)
+            except BlockingIOError:
+                return False
+
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if is_in_memory(100) or is_in_memory(900):
+            pytest.skip("This system keeps files in memory.")
+        source._ask_for_pages(np.array([100, 900]))
+        until = time.monotonic() + 10
+        while not (is_in_memory(100) and is_in_memory(900)):
+            assert time.monotonic() < until
+        assert not is_in_memory(500)
 
 
 @pytest.mark.parametrize(
