@@ -16,6 +16,9 @@ each run, so that rows come from the disk itself. A run is too short to meet man
 twice. A light step has nothing to hide a read behind, a heavy one has.
 
     python benchmarks/disk.py --cold 6    # GB, in the folder for temporary files
+
+Reading costs processor time, too. With ``--one-core`` the computation keeps to one
+core, and leaves the others to it.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import tempfile
 import time
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -81,6 +85,15 @@ def laborious(work: int) -> Callable[[Any], None]:
             numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
     return model
+
+
+def compute_on_one_core() -> None:
+    """To be called before JAX starts its threads, as many as it sees cores."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    jax.block_until_ready(jnp.ones(1))
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
 
 
 def write_table(path: Path, gigabytes: float) -> None:
@@ -168,7 +181,10 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=0.0, help="ms per batch")
     parser.add_argument("--cold", type=float, help="GB of a file out of the cache")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--one-core", action="store_true", help="for the computation")
     args = parser.parse_args()
+    if args.one_core:
+        compute_on_one_core()
     if args.cold:
         cold(args.cold, args.repeats)
         return

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_mhbt.sources import Source, open_source
+from numpyro_mhbt.sources import MappedFile, Source, open_source
 
 if TYPE_CHECKING:
     from numpyro_mhbt.target import Data
@@ -140,6 +140,13 @@ class DiskRows(Rows):
         found = self._source.take(rows.ravel()) if rows.size else np.empty(0)
         return np.asarray(found, self.dtype).reshape(*rows.shape, *self.shape[1:])
 
+    def fill(self, out: np.ndarray, rows: np.ndarray) -> None:
+        """Put the given rows into an array, without another between where possible."""
+        if isinstance(self._source, MappedFile) and self._source.dtype == out.dtype:
+            self._source.take(rows.ravel(), out.reshape(rows.size, *self.shape[1:]))
+        else:
+            out[...] = self.read(rows)
+
     def __getitem__(self, index: Any) -> jax.Array:
         n = len(self)
         if isinstance(index, tuple):
@@ -210,30 +217,42 @@ class _Host:
             return call(*rows)
         return jax.pure_callback(self._find, shapes, *rows, vmap_method="broadcast_all")
 
-    def _fill(self, _: Any, out: list[Any], *rows: Any) -> None:
-        for buffer, values in zip(out, self._find(*rows), strict=True):
-            np.asarray(buffer)[...] = values
-
     def _find(self, *rows: Any) -> list[np.ndarray]:
         arrays = [np.asarray(x) for x in rows]
+        out = self._make_room(arrays)
+        self._fill(None, out, *arrays)
+        return out
+
+    def _fill(self, _: Any, out: Sequence[Any], *rows: Any) -> None:
+        arrays, buffers = [np.asarray(x) for x in rows], [np.asarray(x) for x in out]
         now, later = arrays[: self._num_plates], arrays[self._num_plates :]
         announced = self._ahead.pop(_key(now), None) if self._ahead else None
         if later and self._seconds > _LONG:
             # The memory of arguments is not ours when we have returned.
             later = [x.copy() for x in later]
-            self._ahead[_key(later)] = _workers().submit(self._read, later)
+            room = self._make_room(later)
+            self._ahead[_key(later)] = _workers().submit(self._read, later, room)
             if len(self._ahead) > _MOST_AHEAD:
                 # Of a chain that went another way.
                 self._ahead.pop(next(iter(self._ahead.copy())), None)
         if announced is None or announced.cancel():
-            return self._read(now)
-        return announced.result()
+            self._read(now, buffers)
+        else:
+            for buffer, values in zip(buffers, announced.result(), strict=True):
+                buffer[...] = values
 
-    def _read(self, rows: list[np.ndarray]) -> list[np.ndarray]:
+    def _make_room(self, rows: list[np.ndarray]) -> list[np.ndarray]:
+        return [
+            np.empty((*rows[place].shape, *file.shape[1:]), file.dtype)
+            for file, place in self._files
+        ]
+
+    def _read(self, rows: list[np.ndarray], out: list[np.ndarray]) -> list[np.ndarray]:
         begin = time.perf_counter()
-        found = [file.read(rows[place]) for file, place in self._files]
+        for (file, place), buffer in zip(self._files, out, strict=True):
+            file.fill(buffer, rows[place])
         self._seconds = time.perf_counter() - begin
-        return found
+        return out
 
 
 def _key(rows: list[np.ndarray]) -> tuple[bytes, ...]:

@@ -112,18 +112,21 @@ class MappedFile:
         if hasattr(os, "posix_fadvise"):  # on Linux
             os.posix_fadvise(self._file, begin, length, os.POSIX_FADV_WILLNEED)
 
-    def take(self, rows: np.ndarray) -> np.ndarray:
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        if out is None:
+            out = np.empty((len(rows), *self.shape[1:]), self.dtype)
         if _are_contiguous(rows) and self._array.flags.c_contiguous:
             _, offset, _, strides, _ = self._where
             first, last = int(rows[0]), int(rows[-1]) + 1
             self._ask_for(offset + first * strides[0], (last - first) * strides[0])
-            return np.array(self._array[first:last])
+            out[...] = self._array[first:last]
+            return out
         started = time.perf_counter()
         if self._is_cold:
             self._ask_for_pages(rows)
-        found = self._array.take(rows, axis=0, mode="clip")
+        self._array.take(rows, axis=0, out=out, mode="clip")
         self._is_cold = time.perf_counter() - started > _COLD
-        return found
+        return out
 
     def _ask_for_pages(self, rows: np.ndarray) -> None:
         """Name all pages at once, since a disk serves many requests as fast as one."""

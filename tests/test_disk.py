@@ -125,13 +125,13 @@ def test_progress_bar_and_traced_arguments(arrays, files, capsys):
 def count_calls(monkeypatch):
     """Of the host, by the number of rows asked for."""
     calls = []
-    find = _Host._find
+    fill = _Host._fill
 
-    def counted(self, *rows):
+    def counted(self, context, out, *rows):
         calls.append(np.shape(rows[0]))
-        return find(self, *rows)
+        fill(self, context, out, *rows)
 
-    monkeypatch.setattr(_Host, "_find", counted)
+    monkeypatch.setattr(_Host, "_fill", counted)
     return calls
 
 
