@@ -11,8 +11,9 @@ COLD = 1.005
 """Below it T is as good as 1."""
 FEWEST = 50
 """Draws that weights must leave, or `untemper` refuses."""
-LEFTOVER = 0.5
-"""Error of a log-density that is small enough."""
+LOUD = 8.0
+"""Times the noise aimed at, from which on there is too much of it."""
+_LEFTOVER = 0.5  # error of a log-density that is small enough
 _POWER = {-1: 2, 0: 1, 1: 0, 2: -1}  # of c_n that the noise variance grows with
 _MOST = 0.5  # of all rows, above which a batch is hardly one
 
@@ -47,6 +48,11 @@ def colder(settings: Settings) -> str:
     return f"leave out `{name}`" if name else "raise `subsample_size`"
 
 
+def is_near(settings: Settings, variance: float, leftover: float) -> bool:
+    """Whether an expansion misses little enough."""
+    return variance <= LOUD * settings.target_noise and leftover <= _LEFTOVER
+
+
 def nearer(
     settings: Settings,
     plates: tuple[Plate, ...],
@@ -68,7 +74,7 @@ def nearer(
     if len(plates) != 1:
         return f"Raise `subsample_size`. {cause}"
     # The third cumulant, the slowest of what is left over, falls like m^-2.
-    times = max(variance / settings.target_noise, math.sqrt(leftover / LEFTOVER))
+    times = max(variance / settings.target_noise, math.sqrt(leftover / _LEFTOVER))
     needed = batch_size(plates[0], times)
     if needed < _MOST * plates[0].size:
         return f"Raise `subsample_size` to about {needed}. {cause}"

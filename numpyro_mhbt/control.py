@@ -11,7 +11,7 @@ from jax import lax, random
 import jax.numpy as jnp
 from numpyro.optim import Adam
 
-from numpyro_mhbt.plates import Batch, Rows
+from numpyro_mhbt.plates import Batch, Rows, are_among
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,34 @@ class Taylor:
     Expansions are taken in unconstrained space by directional derivatives, O(m d) per
     step; order 2 keeps one d x d matrix.
 
+    A few rows can spoil an expansion: those of a rare category, whose coefficient only
+    they inform. They are then part of every step, at their exact value, and batches
+    are drawn for the others.
+
     :param int order: 0, 1 or 2.
     :param dict ref_params: the reference point, keyed by site, in the constrained
         space. ``None``: found by a short mini-batch optimisation, the same for all
         chains.
+    :param int exact_rows: how many rows at most are part of every step, where orders 1
+        and 2 would miss too much without them. ``None``: eight times as many as in
+        a batch. Of one subsampled plate in the memory of one device only.
 
     >>> Taylor(order=2)
-    Taylor(order=2, ref_params=None)
+    Taylor(order=2, ref_params=None, exact_rows=None)
     """
 
     order: int = 0
     ref_params: Mapping[str, Any] | None = None
+    exact_rows: int | None = None
 
     def __post_init__(self) -> None:
         if self.order not in (0, 1, 2) or isinstance(self.order, bool):
             raise ValueError(f"Taylor: order must be 0, 1 or 2, got {self.order!r}.")
+        most = self.exact_rows
+        if most is not None and (not isinstance(most, int) or most < 0):
+            raise ValueError(
+                f"Taylor: exact_rows must be None or a number of rows, got {most!r}."
+            )
 
 
 class Reference(NamedTuple):
@@ -60,6 +73,31 @@ class Reference(NamedTuple):
     """Of the log-likelihood of all rows; ``None`` below order 1."""
     hessian: jax.Array | None = None
     """Of the log-likelihood of all rows; ``None`` below order 2."""
+    always: jax.Array | None = None
+    """Rows that are part of every step, in rising order."""
+
+    def join(self, batch: Batch) -> Batch:
+        """The rows that a step sees: those of every step, and those drawn."""
+        if self.always is None:
+            return batch
+        return {k: jnp.concatenate([self.always, rows]) for k, rows in batch.items()}
+
+    def part(self, rows: Rows, batch: Batch) -> tuple[Rows, jax.Array]:
+        """Of the values of ``join(batch)`` those drawn, and the sum of the others."""
+        if self.always is None:
+            return rows, jnp.zeros(())
+        count = self.always.size
+        sure = (jnp.sum(values[:count]) for values in rows.values())
+        left = {plates: values[count:] for plates, values in rows.items()}
+        return self.without(left, batch), sum(sure, jnp.zeros(()))
+
+    def without(self, rows: Rows, batch: Batch) -> Rows:
+        """Values of ``batch``, 0 for rows that are part of every step anyway."""
+        if self.always is None:
+            return rows
+        (drawn,) = batch.values()
+        known = are_among(drawn, self.always)
+        return {plates: jnp.where(known, 0.0, x) for plates, x in rows.items()}
 
 
 def remainder(

@@ -37,6 +37,8 @@ class BatchReport:
 
      - **num_rows** - n.
      - **subsample_size** - m, by plate.
+     - **exact_rows** - how many rows are part of every step besides
+       (:class:`~numpyro_mhbt.Taylor`).
      - **c_n**, **temperature** - T = n / c_n.
      - **noise_variance** - v, of the log-density over batches.
      - **accept_prob** - mean acceptance rate.
@@ -53,6 +55,7 @@ class BatchReport:
 
     num_rows: float
     subsample_size: dict[str, int]
+    exact_rows: int
     c_n: float
     temperature: float
     noise_variance: float
@@ -67,6 +70,8 @@ class BatchReport:
 
     def __str__(self) -> str:
         batch = ", ".join(f"{m} ({name})" for name, m in self.subsample_size.items())
+        if self.exact_rows:
+            batch += f", and {self.exact_rows} in every step"
         lines = {
             "rows n": f"{self.num_rows:.0f}",
             "batch m": batch or "all rows",
@@ -142,6 +147,7 @@ def batch_report(mcmc: MCMC) -> BatchReport:
     return BatchReport(
         num_rows=shared.num_rows,
         subsample_size={plate.name: plate.subsample_size for plate in shared.plates},
+        exact_rows=_count_exact(shared),
         c_n=shared.num_rows / temperature,
         temperature=temperature,
         noise_variance=noise,
@@ -154,6 +160,13 @@ def batch_report(mcmc: MCMC) -> BatchReport:
         trusted=not found,
         verdict=verdict,
     )
+
+
+def _count_exact(shared: Shared) -> int:
+    reference = shared.reference
+    if reference is None or reference.always is None:
+        return 0
+    return reference.always.shape[-1]
 
 
 def _inflation(settings: Settings, temperature: float, v: float, dim: int) -> float:

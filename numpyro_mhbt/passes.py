@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from numpyro_mhbt.control import Reference, remainder
 from numpyro_mhbt.disk import fetch
 from numpyro_mhbt.mesh import across, everyones, everywhere
-from numpyro_mhbt.plates import Plate, Rows, few_batches
+from numpyro_mhbt.plates import Batch, Plate, Rows, few_batches
 from numpyro_mhbt.target import Data, log_terms
 
 _MIN_CHUNK = 64
@@ -41,15 +41,28 @@ def sum_over_rows(
     :param what: said beside the progress bar.
     :param width: numbers that the program holds for each row.
     """
-    room = min(_MEMORY // width, few_batches(group))
-    sizes = _chunk_sizes(group, max(room, _MIN_CHUNK))
     result = None
-    starts = list(_starts(group, sizes))
-    for start in tqdm(starts, desc=what, delay=PATIENCE, leave=False):
-        part = program(data, z, jnp.array(start), *rest, group=group, sizes=sizes)
+    for part in by_chunk(program, data, z, *rest, group=group, what=what, width=width):
         part = jax.tree.map(lambda x: np.asarray(x, np.float64), part)
         result = part if result is None else jax.tree.map(np.add, result, part)
     return result
+
+
+def by_chunk(
+    program: Callable,
+    data: Data,
+    z: dict[str, Any],
+    *rest: Any,
+    group: Group,
+    what: str,
+    width: int,
+) -> Iterator[Any]:
+    """What ``program`` returns for each chunk, as for :func:`sum_over_rows`."""
+    room = min(_MEMORY // width, few_batches(group))
+    sizes = _chunk_sizes(group, max(room, _MIN_CHUNK))
+    starts = list(_starts(group, sizes))
+    for start in tqdm(starts, desc=what, delay=PATIENCE, leave=False):
+        yield program(data, z, jnp.array(start), *rest, group=group, sizes=sizes)
 
 
 def _chunk_sizes(group: Group, room: int) -> tuple[int, ...]:
@@ -130,17 +143,51 @@ def moments(
 
     The first axis is that of devices, whose rows are drawn apart from others.
     """
+    missed, data, _ = _misses(data, start, reference, model, unravel, group, sizes)
+
+    def powers(z: jax.Array) -> jax.Array:
+        return jnp.stack([jnp.sum(missed(z) ** p) for p in (1, 2, 3, 4)])
+
+    return everyones(data, jax.lax.map(powers, points))
+
+
+def squares(
+    data: Data,
+    start: jax.Array,
+    reference: Reference,
+    points: jax.Array,
+    *,
+    model: Callable,
+    unravel: Callable,
+    group: Group,
+    sizes: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Rows of a chunk, and the square of what is missed of each, mean over points."""
+    missed, _, batch = _misses(data, start, reference, model, unravel, group, sizes)
+    found = jax.lax.map(lambda z: missed(z) ** 2, points)
+    return batch[group[0].name], jnp.mean(jnp.where(found < jnp.inf, found, 0.0), 0)
+
+
+def _misses(
+    data: Data,
+    start: jax.Array,
+    reference: Reference,
+    model: Callable,
+    unravel: Callable,
+    group: Group,
+    sizes: tuple[int, ...],
+) -> tuple[Callable[[jax.Array], jax.Array], Data, Batch]:
+    """What is missed of each row of a chunk, 0 for those counted elsewhere."""
     data, batch, fresh = _chunk(data, start, group, sizes)
 
     def rows_at(z: jax.Array) -> Rows:
         return log_terms(model, data, unravel(z), batch).rows
 
-    def powers(z: jax.Array) -> jax.Array:
+    def missed(z: jax.Array) -> jax.Array:
         rows, _ = remainder(rows_at(z), rows_at, reference, z)
-        missed = jnp.where(fresh, rows[group], 0.0)
-        return jnp.stack([jnp.sum(missed**p) for p in (1, 2, 3, 4)])
+        return jnp.where(fresh, reference.without(rows, batch)[group], 0.0)
 
-    return everyones(data, jax.lax.map(powers, points))
+    return missed, data, batch
 
 
 def gains(

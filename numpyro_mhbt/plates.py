@@ -252,10 +252,15 @@ def _next_rows(rng_key: jax.Array, rows: jax.Array, n: int, num_blocks: int) -> 
     kept = jnp.roll(rows, random.randint(key_start, (), 0, m))[-(-m // num_blocks) :]
     # Of m distinct candidates enough are left when those kept are taken out.
     candidates = draw_rows(key_rows, n, m)
-    place = jnp.searchsorted(jnp.sort(kept), candidates)
-    is_kept = jnp.sort(kept)[jnp.minimum(place, kept.size - 1)] == candidates
+    is_kept = are_among(candidates, jnp.sort(kept))
     fresh = candidates[jnp.argsort(is_kept, stable=True)]
     return jnp.concatenate([fresh[: m - kept.size], kept])
+
+
+def are_among(rows: jax.Array, some: jax.Array) -> jax.Array:
+    """Which of ``rows`` are in ``some``, which are sorted."""
+    place = jnp.searchsorted(some, rows)
+    return some[jnp.minimum(place, some.size - 1)] == rows
 
 
 def draw_rows(rng_key: jax.Array, n: int, m: int) -> jax.Array:

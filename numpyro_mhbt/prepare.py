@@ -14,11 +14,12 @@ import numpy as np
 from numpyro_mhbt.checks import both_views, check_rows, check_start, check_views
 from numpyro_mhbt.control import Reference, Taylor
 from numpyro_mhbt.mesh import everywhere
+from numpyro_mhbt.missed import measure, mend
 from numpyro_mhbt.passes import (
-    cumulants,
     derivatives,
     groups_of,
     moments,
+    squares,
     sum_over_rows,
 )
 from numpyro_mhbt.pilot import settle
@@ -58,6 +59,7 @@ class Programs:
         self.fingerprint = jit_data(everywhere(fingerprint), quick=True)
         self.derivatives = compiled(derivatives, quick=False)
         self.moments = compiled(moments, quick=False)
+        self.squares = compiled(squares, quick=False)
         self.noise_at = compiled(noise_at, temper_prior=settings.temper_prior)
         self.settle = jit_data(
             everywhere(partial(settle, settings=settings)), quick=True
@@ -89,7 +91,11 @@ def prepare(settings: Settings, programs: Programs, data: Data) -> Setup:
         curve = programs.curvature(data, seen.z, reference.z, with_rows=True)
     if curve is not None and not np.isfinite(curve.at(1.0)[1]).all():
         curve = None
-    fits = True
+    fits, first = True, given or 1.0
+    if order and reference is not None and curve is not None:
+        reference, noise = mend(
+            settings, programs, data, seen.z, reference, curve, first
+        )
     if given is None:
         given = paper_rule(data.plates, data.num_rows)
         if curve is not None:
@@ -98,7 +104,8 @@ def prepare(settings: Settings, programs: Programs, data: Data) -> Setup:
             fits |= order > 0
             given = cold if fits else min(cold, given)
     if order and reference is not None and curve is not None:
-        noise = _measure(settings, programs, data, seen.z, reference, curve, given)
+        if given != first:
+            noise = measure(settings, programs, data, seen.z, reference, curve, given)
         if curve.newton_step(given)[1] == np.inf:
             # There is nothing to expand around.
             noise = Noise(*jnp.full(2, jnp.inf))
@@ -225,46 +232,3 @@ def expand(
         at = jnp.asarray(np.asarray(at) + step, at.dtype)
     assert best is not None
     return best[:2]
-
-
-def _measure(
-    settings: Settings,
-    programs: Programs,
-    data: Data,
-    z: dict[str, Any],
-    reference: Reference,
-    curve: Curvature,
-    temperature: float,
-) -> Noise | None:
-    """
-    The noise at typical points from all rows: a batch does not show what few rows do.
-
-    The log of E exp(noise) is v/2 and then k3/6 + k4/24, which nothing corrects.
-    """
-    found, dense = [], np.ones(NUM_POINTS, bool)
-    for group in groups_of(settings.model, data, z):
-        if len(group) > 1:
-            return None
-        points = jnp.asarray(curve.typical_points(temperature), curve.z.dtype)
-        sums = sum_over_rows(
-            programs.moments,
-            data,
-            z,
-            reference,
-            points,
-            group=group,
-            what="Noise of the expansion",
-            width=points.shape[1],
-        )
-        with np.errstate(invalid="ignore", over="ignore"):
-            by_device = cumulants(sums, group[0], temperature)
-        # Devices draw apart from each other, so their cumulants add up.
-        found.append(np.sum(by_device, axis=0))
-        dense &= np.isfinite(sums[..., 0]).all(axis=0)
-    if not dense.any():
-        return Noise(*jnp.full(2, jnp.inf))
-    # No chain goes where there is no density; what else has no value is too large.
-    k2, k3, k4 = np.moveaxis(np.sum(found, axis=0)[dense], -1, 0)
-    leftover = np.abs(k3) / 6 + np.abs(k4) / 24
-    with np.errstate(invalid="ignore"):
-        return Noise(*(jnp.asarray(np.quantile(x, 0.9)) for x in (k2, leftover)))

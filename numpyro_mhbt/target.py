@@ -233,13 +233,19 @@ def make_evaluate(
     correct = bias_correction and shows_noise(data.plates)
 
     def objective(z: jax.Array, batch: Batch, data: Data) -> tuple[jax.Array, Point]:
+        seen = batch if reference is None else reference.join(batch)
+
         def terms_at(z: jax.Array) -> Terms:
-            return log_terms(model, data, unravel(z), batch)
+            return log_terms(model, data, unravel(z), seen)
 
         terms = terms_at(z)
-        rows, known = terms.rows, jnp.zeros(())
+        rows = whole = terms.rows
+        known = sure = jnp.zeros(())
         if reference is not None:
-            rows, known = remainder(rows, lambda z: terms_at(z).rows, reference, z)
+            missed, known = remainder(rows, lambda z: terms_at(z).rows, reference, z)
+            rows, exact = reference.part(missed, batch)
+            known += exact
+            whole, sure = reference.part(whole, batch)
         if data.axes:
             known *= own_share(data)
         likelihood = terms.exact + total(rows) + known
@@ -250,7 +256,7 @@ def make_evaluate(
             value = terms.prior + likelihood / temperature + terms.log_det
         if correct:
             value -= noise / 2
-        energy = -(terms.prior + terms.exact + total(terms.rows) + terms.log_det)
+        energy = -(terms.prior + terms.exact + sure + total(whole) + terms.log_det)
         return value, Point(z, batch, value, jnp.zeros_like(z), energy, noise)
 
     def evaluate(z: jax.Array, batch: Batch, fetched: Data | None = None) -> Point:

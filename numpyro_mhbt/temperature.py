@@ -140,6 +140,7 @@ def noise_at(
         rows = terms.rows
         if reference is not None:
             rows, _ = remainder(rows, lambda z: terms_at(z).rows, reference, z)
+            rows = reference.without(rows, rows_used)
         return noise_variance(rows), *_parts(terms, temper_prior, with_rows=True)
 
     return across(data, lax.map(at, points))

@@ -13,7 +13,7 @@ import numpy as np
 from numpyro.util import not_jax_tracer
 
 from numpyro_mhbt.adaptation import acceptance_ceiling
-from numpyro_mhbt.advice import LEFTOVER, nearer, quieter, too_hot
+from numpyro_mhbt.advice import LOUD, is_near, nearer, quieter, too_hot
 from numpyro_mhbt.mesh import is_first
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.state import MHBTState, Setup, Shared
@@ -22,7 +22,6 @@ from numpyro_mhbt.warn import warn
 
 _STUCK = 0.005  # acceptance rate
 _ASTRAY = 0.1  # of all proposals
-_LOUD = 8.0  # times the target
 _LARGE = 2**28  # bytes
 _LOOK_AT = (1000, 10_000, 100_000)  # draws after warm-up
 
@@ -162,7 +161,7 @@ def problems(
     """
     found = []
     stuck = int(np.sum(~(accept_prob > _STUCK)))
-    if noise > _LOUD * settings.target_noise:
+    if noise > LOUD * settings.target_noise:
         found.append(
             f"T = {temperature:.4g}: the noise variance of the mini-batch log-density "
             f"is {noise:.3g} (about {settings.target_noise:g} is good), so that at "
@@ -195,7 +194,7 @@ def expansion_problems(
     if shared.noise is None:
         return []
     variance, leftover = (float(np.ravel(x)[0]) for x in shared.noise)
-    if variance <= _LOUD * settings.target_noise and leftover <= LEFTOVER:
+    if is_near(settings, variance, leftover):
         return []
     order = settings.taylor_order
     if variance == math.inf:

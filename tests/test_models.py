@@ -265,6 +265,8 @@ def test_average_over_all_batches_is_the_log_density_of_all_rows(model, args, kw
         Reference(at, grad),
         Reference(at, grad, hessian),
     ]
+    if len(data.plates) == 1:
+        references += [r._replace(always=jnp.array([0, 3])) for r in references[2:]]
     for reference in references:
         evaluate = make_evaluate(
             model,
