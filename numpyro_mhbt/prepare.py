@@ -125,6 +125,13 @@ def prepare(settings: Settings, programs: Programs, data: Data) -> Setup:
     return setup._replace(temperature=given, spread=_spread(curve, float(given)))
 
 
+def _is_close(curve: Curvature, temperature: float) -> bool:
+    """Half a standard deviation from the mode per coordinate, and one in none."""
+    step, decrement = curve.newton_step(temperature)
+    sd = np.linalg.norm(curve.spread(temperature), axis=1)
+    return decrement <= step.size / 4 and bool(np.all(np.abs(step) <= sd))
+
+
 def _spread(curve: Curvature | None, temperature: float) -> jax.Array | None:
     if curve is None:
         return None
@@ -227,7 +234,7 @@ def expand(
         if best is None or decrement <= best[2]:
             best = reference, curve, decrement
         given = control.ref_params is not None
-        if given or lost or decrement <= at.size / 4 or not step.any():
+        if given or lost or not step.any() or _is_close(curve, temperature):
             break
         at = jnp.asarray(np.asarray(at) + step, at.dtype)
     assert best is not None
