@@ -138,7 +138,8 @@ def hint_large_constants(data: Data) -> None:
         warn(
             f"{size / 2**20:.0f} MiB of data are compiled into the program as "
             "constants, which takes time and copies them. "
-            "`MCMC(..., jit_model_args=True)` passes them as arguments instead."
+            "`MCMC(..., jit_model_args=True, progress_bar=False)` passes them as "
+            "arguments instead (with a bar NumPyro copies arguments for each draw)."
         )
 
 
