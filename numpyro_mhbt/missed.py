@@ -52,6 +52,8 @@ def mend(
     rows, left = _most_missed(
         settings, programs, data, z, reference, curve, temperature, most
     )
+    if not rows.size:
+        return reference, noise
     ((_, n, m),) = data.plates
     loud = left * (n / m - 1) / temperature**2 > settings.target_noise
     count = min(int(np.sum(loud)) + 1, len(rows))

@@ -146,7 +146,8 @@ def moments(
     missed, data, _ = _misses(data, start, reference, model, unravel, group, sizes)
 
     def powers(z: jax.Array) -> jax.Array:
-        return jnp.stack([jnp.sum(missed(z) ** p) for p in (1, 2, 3, 4)])
+        found = missed(z)
+        return jnp.stack([jnp.sum(found**p) for p in (1, 2, 3, 4)])
 
     return everyones(data, jax.lax.map(powers, points))
 

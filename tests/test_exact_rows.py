@@ -14,6 +14,8 @@ import pytest
 
 from numpyro_mhbt import MHBT, Taylor, batch_report, full_data
 from numpyro_mhbt.plates import are_among
+from numpyro_mhbt.prepare import _is_close
+from numpyro_mhbt.temperature import Curvature
 
 N, M = 4000, 100
 RARE = np.array([17, 1800, 1801, 3999])
@@ -78,6 +80,19 @@ def test_posterior_with_a_rare_category(order, on_all_rows, recwarn):
         error = np.hypot(*errors)
         assert np.all(error < 0.1)  # or a wrong spread would not show
         assert np.all(np.abs(means[0] - means[1]) < 4 * error), power
+
+
+def test_reference_is_near_the_mode_in_every_coordinate():
+    """One that is three standard deviations away does not hide behind many others."""
+    none = np.zeros(40), np.zeros((40, 40))
+
+    def is_close(*away):
+        grad = np.zeros(40)
+        grad[: len(away)] = away
+        return _is_close(Curvature(jnp.zeros(40), (grad, -np.eye(40)), none), 1.0)
+
+    assert is_close() and is_close(0.9, -0.9)
+    assert not is_close(3.0) and not is_close(*40 * [0.6])
 
 
 def test_none_of_them_if_told():

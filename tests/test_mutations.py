@@ -192,6 +192,18 @@ MUTANTS = {
         "return missing",
         "tests/test_errors.py::test_missing_covariate_of_a_binary_outcome[0]",
     ),
+    "rows in every step drawn as well": (
+        "control.py",
+        "known = are_among(drawn, self.always)",
+        "known = drawn < 0",
+        AVERAGE + "[plain]",
+    ),
+    "one coordinate far from the mode": (
+        "prepare.py",
+        "decrement <= step.size / 4 and bool(np.all(np.abs(step) <= sd))",
+        "decrement <= step.size / 4",
+        "tests/test_exact_rows.py::test_reference_is_near_the_mode_in_every_coordinate",
+    ),
     "step size led by the overall rate": (
         "chain.py",
         "jnp.where(info.diverging, otherwise, info.paired_accept_prob)",
