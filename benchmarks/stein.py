@@ -85,6 +85,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder of the real data")
     parser.add_argument("--only", nargs="+", choices=known, default=["covtype_all"])
     args = parser.parse_args()
+    if args.data is None and any(name in REAL for name in args.only):
+        parser.error("--data is needed, or --only with synthetic data")
     for name in args.only:
         problem = known[name](args.data) if name in REAL else known[name]()
         mcmc, z = sample(problem)

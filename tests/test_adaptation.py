@@ -38,7 +38,9 @@ def run(kernel, m, num_chains=8):
 
 
 @pytest.mark.filterwarnings("ignore:MHBT. . of 8 chain")  # on a lucky batch for long
-@pytest.mark.parametrize("proposal", [RandomWalk, SGLD, RSGLD])
+@pytest.mark.parametrize(
+    "proposal", [pytest.param(RandomWalk, marks=pytest.mark.slow), SGLD, RSGLD]
+)
 def test_step_size_does_not_collapse_in_loud_noise(proposal):
     """v is about 5: no move can be accepted more than 0.11 of the time."""
     proposal = proposal()

@@ -57,7 +57,7 @@ def on_all_rows():
     return np.asarray(mcmc.get_samples(True)["w"])
 
 
-@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("order", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_posterior_with_a_rare_category(order, on_all_rows, recwarn):
     """Its rows are found, T = 1 is chosen, and draws are those of NUTS on all rows."""
     data = rare_category()
@@ -127,6 +127,7 @@ def test_wrong_number(wrong):
         Taylor(order=2, exact_rows=wrong)
 
 
+@pytest.mark.slow
 def test_chain_methods_and_resume():
     kernel = MHBT(model, control_variate=Taylor(order=2))
     data = rare_category()

@@ -215,9 +215,7 @@ MUTANTS = {
 
 QUICK = {
     "Jacobian tempered",
-    "batch drawn anew on rejection",
     "normalising constant dropped",
-    "branch weight wrong",
 }
 
 

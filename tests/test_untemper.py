@@ -63,7 +63,9 @@ def z_scores(draws, exact, ess):
     return mean, (draws.var() - exact.var()) / error
 
 
-@pytest.mark.parametrize("temper_prior", [True, False])
+@pytest.mark.parametrize(
+    "temper_prior", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "temperature", [2.0, pytest.param(5.0, marks=pytest.mark.slow)]
 )
