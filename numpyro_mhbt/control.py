@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +59,7 @@ class Taylor:
         if self.order not in (0, 1, 2) or isinstance(self.order, bool):
             raise ValueError(f"Taylor: order must be 0, 1 or 2, got {self.order!r}.")
         most = self.exact_rows
-        if most is not None and (not isinstance(most, int) or most < 0):
+        if most is not None and (not isinstance(most, Integral) or most < 0):
             raise ValueError(
                 f"Taylor: exact_rows must be None or a number of rows, got {most!r}."
             )

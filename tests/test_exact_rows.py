@@ -125,6 +125,7 @@ def test_a_limit_too_low_is_as_none():
 def test_wrong_number(wrong):
     with pytest.raises(ValueError, match="exact_rows"):
         Taylor(order=2, exact_rows=wrong)
+    assert Taylor(order=2, exact_rows=np.int64(5)).exact_rows == 5
 
 
 @pytest.mark.slow
