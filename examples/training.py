@@ -2,9 +2,9 @@
 MHBT as a trainer of networks, beside SGD and its kin: what the examples share.
 
 MHBT runs as the authors' script does: RSGLD with a fair coin, the paper's noise and
-ratio (without beta^-d), the batch drawn anew after a rejection, beta lowered once an
-epoch. These are *not* draws of a posterior; for those see ``hastings="exact"`` and
-``on_reject="keep"``.
+ratio (without beta^-d), the next batch taken after a rejection, beta lowered once an
+epoch. A step evaluates one gradient, as one of SGD does. These are *not* draws of a
+posterior; for those see ``hastings="exact"`` and ``on_reject="keep"``.
 
 Each run (a method, a learning rate, a round) appends one line to ``--results``, and
 ``--resume`` goes on where an earlier call stopped.
@@ -23,7 +23,6 @@ import warnings
 from flax import linen as nn
 import jax
 from jax import lax, random
-from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import matplotlib
 
@@ -39,7 +38,7 @@ from tqdm.auto import tqdm
 
 from numpyro_mhbt import MHBT, RSGLD, BetaSchedule
 from numpyro_mhbt.plates import draw_rows
-from numpyro_mhbt.vectors import flatten, normal
+from numpyro_mhbt.vectors import Blocks, normal
 
 COLORS = {"RSGLD": "C0", "SGD": "C1", "SGLD": "C2", "RMSprop": "C3", "Adam": "C4"}
 LOSSES = "softmax", "binary", "clipped"
@@ -155,7 +154,7 @@ def train_mhbt(
     for _ in range(epochs):
         beta = float(state.beta)
         state, (accept_prob, forward) = epoch(state, task.train)
-        accept_prob, forward = np.asarray(accept_prob), np.asarray(forward, bool)
+        accept_prob, forward = np.asarray(accept_prob), np.asarray(forward)
         found = {
             layer: {part: state.z[f"net/{layer}.{part}"] for part in parts}
             for layer, parts in weights.items()
@@ -164,8 +163,8 @@ def train_mhbt(
             found,
             {
                 "beta": beta,
-                "forward": float(accept_prob[forward].mean()),
-                "backward": float(accept_prob[~forward].mean()),
+                "forward": float(accept_prob[forward == 1].mean()),
+                "backward": float(accept_prob[forward == 0].mean()),
             },
         )
 
@@ -208,9 +207,8 @@ def start_optax(
             updates, state = optimizer.update(grads, state, weights)
             weights = optax.apply_updates(weights, updates)
             if noise:
-                unravel = ravel_pytree(weights)[1]
-                flat = flatten(weights)
-                weights = unravel(flat + noise * normal(key_noise, flat))
+                now = Blocks(weights)
+                weights = (now + noise * normal(key_noise, now)).tree
             return (weights, state, key), None
 
         (*state, key), _ = lax.scan(step, carry, None, length=n // m)

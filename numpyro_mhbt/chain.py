@@ -20,10 +20,17 @@ from numpyro_mhbt.plates import Batch, draw_batch, is_subsampled, next_batch
 from numpyro_mhbt.proposals import BetaSchedule, Knobs
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.setup import climb, initial_params
-from numpyro_mhbt.state import MHBTState, Setup, Shared, from_point, to_point
-from numpyro_mhbt.step import Info, Point, Walk, step
+from numpyro_mhbt.state import (
+    MHBTState,
+    Setup,
+    Shared,
+    from_point,
+    to_point,
+    unraveller,
+)
+from numpyro_mhbt.step import Info, Point, Walk, is_forgotten, step
 from numpyro_mhbt.target import Data, make_evaluate, shows_noise, site_log_probs
-from numpyro_mhbt.vectors import flatten
+from numpyro_mhbt.vectors import Blocks, flatten, is_long
 
 _MEMORY = 30
 _PAIR_EVERY = 50
@@ -76,10 +83,13 @@ def start(
         flat, _ = ravel_pytree(z)
     else:
         flat = _first_point(key_init, settings, data, setup, batch, num_warmup)
-    unravel = ravel_pytree(setup.z)[1]
+    unravel = unraveller(setup.z)
     number = partial(jnp.asarray, dtype=flat.dtype)
     temperature = number(setup.temperature)
-    point = evaluator(settings, data, unravel, temperature, setup.shared)(flat, batch)
+    # A mass matrix is adapted to one flat vector.
+    blocks = is_long(setup.z) and not settings.adapt_mass_matrix
+    vector = Blocks(unravel(flat)) if blocks else flat
+    point = evaluator(settings, data, unravel, temperature, setup.shared)(vector, batch)
     none_yet = jnp.zeros((), jnp.int32)
     schedule = settings.step_size_schedule
     step_size = schedule(none_yet) if schedule else settings.proposal.step_size
@@ -164,7 +174,9 @@ def next_draw(
     evaluate = evaluator(settings, data, unravel, state.temperature, state.shared)
     if settings.temperature_schedule is not None:
         # What is known of the point was known at another temperature.
-        point = evaluate(point.z, point.batch)
+        now = evaluate(point.z, point.batch)
+        forgotten = is_forgotten(point)
+        point = now._replace(value=jnp.where(forgotten, point.value, now.value))
     rng_key, key_steps = random.split(state.rng_key)
     num_warmup = state.adapt_state.num_warmup
     warmup = i <= num_warmup
@@ -239,7 +251,9 @@ def _rate_to_tune_by(info: Info, settings: Settings) -> jax.Array:
     """
     share = _ASTRAY if settings.proposal.uses_gradient else 0.0
     otherwise = share * settings.target_accept_prob
-    return jnp.where(info.diverging, otherwise, info.paired_accept_prob)
+    rate = jnp.where(info.diverging, otherwise, info.paired_accept_prob)
+    # A look at the current point teaches nothing of moves.
+    return jnp.where(info.forward < 0, settings.target_accept_prob, rate)
 
 
 def _walk(state: MHBTState, settings: Settings, data: Data, evaluate: Callable) -> Walk:
@@ -283,10 +297,17 @@ def _follow_beta(
     position = (i - 1) % draws + 1
     rate = _mean(state.epoch_accept_prob, state.accept_prob, position)
     state = state._replace(epoch_accept_prob=rate)
+    refresh = settings.on_reject == "refresh"
+    if refresh:
+        # Of the steps; a rejected move took a second one, to look at where it began.
+        rate = 2 * rate / (1 + rate)
 
     def new_epoch() -> tuple[jax.Array, jax.Array]:
         rng_key, key_probe = random.split(state.rng_key)
-        probe = _prober(key_probe, plan, state, settings, data)
+        known = (
+            evaluate_again(state, settings=settings, data=data) if refresh else state
+        )
+        probe = _prober(key_probe, plan, known, settings, data)
         return rng_key, next_beta(plan, state.beta, rate, probe)
 
     rng_key, beta = lax.cond(

@@ -26,7 +26,7 @@ from numpyro_mhbt.likelihood import predict
 from numpyro_mhbt.plates import with_rows
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.setup import read
-from numpyro_mhbt.state import MHBTState
+from numpyro_mhbt.state import MHBTState, num_params
 from numpyro_mhbt.warn import warn
 
 
@@ -226,6 +226,6 @@ def _warn_of_heat(mcmc: MCMC, settings: Settings, state: MHBTState) -> None:
 
 def _untempered(mcmc: MCMC, state: MHBTState, heat: float) -> str:
     """Named only where weights would leave some draws."""
-    left = ((2 * heat - 1) / heat**2) ** (state.z_grad.shape[-1] / 2)
+    left = ((2 * heat - 1) / heat**2) ** (num_params(state) / 2)
     draws = mcmc.num_chains * mcmc.num_samples
     return "see `untemper`, or " if left * draws > FEWEST else ""

@@ -20,7 +20,7 @@ from numpyro_mhbt.advice import (
 )
 from numpyro_mhbt.convert import finished, temperature_of
 from numpyro_mhbt.settings import Settings
-from numpyro_mhbt.state import MHBTState, Shared
+from numpyro_mhbt.state import MHBTState, Shared, num_params
 from numpyro_mhbt.vectors import flatten
 from numpyro_mhbt.warn import warn
 from numpyro_mhbt.watch import ceiling, expansion_problems, problems
@@ -140,7 +140,7 @@ def batch_report(mcmc: MCMC) -> BatchReport:
         *_mixing_problems(settings, temperature, noise, r_hat),
         *_reference_problems(settings, state),
     ]
-    inflation = _inflation(settings, temperature, noise, state.z_grad.shape[-1])
+    inflation = _inflation(settings, temperature, noise, num_params(state))
     verdict = " ".join(found) or _heat(settings, shared, temperature, noise, inflation)
     if found:
         warn(verdict)

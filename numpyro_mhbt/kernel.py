@@ -80,7 +80,8 @@ class MHBT(MCMCKernel):
     :param int steps_per_draw: steps between two draws. They run in one compiled loop,
         which is cheaper than ``thinning`` with a progress bar.
     :param str on_reject: ``"keep"`` the batch of the current point, or ``"refresh"`` it
-        as the authors' script does. The latter is for optimisation: it is **not** a
+        as the authors' script does: the next step then does not move, and only looks at
+        the current point on the next batch. This is for optimisation: it is **not** a
         sampler of the tempered posterior.
     :param bool temper_prior: whether the prior is raised to 1/T like the likelihood.
     :param bool adapt_step_size: adapt the step size in warm-up.

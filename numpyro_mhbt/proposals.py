@@ -1,7 +1,7 @@
 r"""
 Proposals: draw a move, and the log-ratio of its density back and there.
 
-Everything here is plain JAX on flat vectors, in coordinates whitened by the mass
+Everything here is plain JAX on vectors, in coordinates whitened by the mass
 matrix. A gradient proposal works in units of its noise scale :math:`s`: with the
 drift :math:`G = (\epsilon / c_n) \nabla L_I / s`, a forward move is
 :math:`s (G + Z)` and a backward move :math:`s (-G + \beta Z)`.
@@ -15,10 +15,10 @@ import math
 from typing import Literal, NamedTuple, Protocol
 
 import jax
-from jax import lax, random
+from jax import random
 import jax.numpy as jnp
 
-from numpyro_mhbt.vectors import normal
+from numpyro_mhbt.vectors import Vector, dot, normal
 
 Schedule = Callable[[jax.Array], jax.Array]
 """From the number of draws so far, warm-up included, to a value."""
@@ -36,9 +36,11 @@ class Knobs(NamedTuple):
 class Move(NamedTuple):
     """A proposed displacement, and the noise in it."""
 
-    displacement: jax.Array
-    noise: jax.Array
-    """Z of a forward move, beta Z of a backward one."""
+    displacement: Vector
+    noise: Vector
+    """Z"""
+    width: jax.Array
+    """Of the noise: 1, or beta of a backward move."""
     forward: jax.Array
 
 
@@ -67,10 +69,10 @@ class Proposal(Protocol):
         """Above it a step size has no meaning."""
         ...
 
-    def draw(self, rng_key: jax.Array, grad: jax.Array, knobs: Knobs) -> Move: ...
+    def draw(self, rng_key: jax.Array, grad: Vector, knobs: Knobs) -> Move: ...
 
     def log_ratio(
-        self, move: Move, grad: jax.Array, new_grad: jax.Array, knobs: Knobs
+        self, move: Move, grad: Vector, new_grad: Vector, knobs: Knobs
     ) -> jax.Array: ...
 
 
@@ -114,12 +116,12 @@ class RandomWalk:
         positive = callable(self.step_size) or self.step_size > 0
         _check(self, "step_size", positive, "positive")
 
-    def draw(self, rng_key: jax.Array, grad: jax.Array, knobs: Knobs) -> Move:
+    def draw(self, rng_key: jax.Array, grad: Vector, knobs: Knobs) -> Move:
         z = normal(rng_key, grad)
-        return Move(knobs.step_size * z, z, jnp.array(True))
+        return Move(knobs.step_size * z, z, jnp.ones((), z.dtype), jnp.array(True))
 
     def log_ratio(
-        self, move: Move, grad: jax.Array, new_grad: jax.Array, knobs: Knobs
+        self, move: Move, grad: Vector, new_grad: Vector, knobs: Knobs
     ) -> jax.Array:
         return jnp.zeros((), grad.dtype)  # the walk is symmetric
 
@@ -240,19 +242,17 @@ class RSGLD:
             self, "hastings", self.hastings in ("exact", "paper"), _CHOICE["hastings"]
         )
 
-    def draw(self, rng_key: jax.Array, grad: jax.Array, knobs: Knobs) -> Move:
+    def draw(self, rng_key: jax.Array, grad: Vector, knobs: Knobs) -> Move:
         key_coin, key_noise = random.split(rng_key)
         forward = random.bernoulli(key_coin, self.forward_prob)
         z = normal(key_noise, grad)
         scale, gain = self._scales(knobs)
-
-        # A branch, lest XLA make the noise anew for each of its uses.
-        noise = lax.cond(forward, lambda z: z, lambda z: knobs.beta * z, z)
         drift = jnp.where(forward, gain, -gain) * grad
-        return Move(scale * (drift + noise), noise, forward)
+        width = jnp.where(forward, 1.0, knobs.beta).astype(z.dtype)
+        return Move(scale * (drift + width * z), z, width, forward)
 
     def log_ratio(
-        self, move: Move, grad: jax.Array, new_grad: jax.Array, knobs: Knobs
+        self, move: Move, grad: Vector, new_grad: Vector, knobs: Knobs
     ) -> jax.Array:
         r"""
         :math:`\log q_{I'}(\theta' \to \theta) - \log q_I(\theta \to \theta')`.
@@ -266,21 +266,23 @@ class RSGLD:
         would be lost to rounding in high dimension.
         """
         _, gain = self._scales(knobs)
-        noise, drift = move.noise, gain * grad
-        both = gain * (grad + new_grad)
-        half = 0.5 * jnp.sum(both * both)
-        along = jnp.sum(both * noise)
+        # Products of gradients, not of drifts: a new vector is a pass over memory.
+        noise, both = move.noise, grad + new_grad
+        half = 0.5 * gain**2 * dot(both, both)
+        along = gain * move.width * dot(both, noise)
         if self.forward_prob == 1:
             return -along - half
-        shift = 2 * jnp.sum(both * drift)
+        shift = 2 * gain**2 * dot(both, grad)
         near = jnp.where(move.forward, along, along - shift)
         far = jnp.where(move.forward, along + shift, along)
         log_forward = -near - half
         narrow = 1 / knobs.beta**2
         log_backward = narrow * (far - half)
         # |far|^2 / beta^2 - |near|^2 of the move itself
-        slope, steep = jnp.sum(drift * noise), jnp.sum(drift * drift)
-        gap = (narrow - 1) * jnp.sum(noise * noise) + 4 * jnp.where(
+        slope = gain * move.width * dot(grad, noise)
+        steep = gain**2 * dot(grad, grad)
+        spread = move.width**2 * dot(noise, noise)
+        gap = (narrow - 1) * spread + 4 * jnp.where(
             move.forward, narrow * (slope + steep), slope - steep
         )
         if self.hastings == "exact":

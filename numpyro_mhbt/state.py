@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
 
 from numpyro_mhbt.adaptation import WarmupState
 from numpyro_mhbt.control import Reference
 from numpyro_mhbt.plates import Batch, Plate
 from numpyro_mhbt.step import Point
-from numpyro_mhbt.vectors import flatten
+from numpyro_mhbt.vectors import Blocks, Vector, as_vector
 
 if TYPE_CHECKING:
     from numpyro_mhbt.mesh import Placement
@@ -66,12 +67,13 @@ class MHBTState(NamedTuple):
      - **batch** - rows of each subsampled plate that ``z`` was accepted with.
      - **log_density** - tempered log-density of ``z`` on its batch, less the control
        variate, up to a constant.
-     - **z_grad** - its gradient, flat.
+     - **z_grad** - its gradient, flat; by site where that is faster.
      - **potential_energy** - minus the log-density of the full, untempered posterior as
        estimated on the batch.
      - **noise_variance** - variance of ``log_density`` over batches, as estimated on
        the batch. Near 1 is good.
-     - **accept_prob** - acceptance probability, averaged over the steps of the draw.
+     - **accept_prob** - acceptance probability, averaged over the steps of the draw; 0
+       of a step that does not move, after a rejection with ``on_reject="refresh"``.
      - **mean_accept_prob** - its running mean since the start of the phase, over
        65536 draws at most.
      - **mean_diverging** - share of proposals that diverged, likewise (in warm-up over
@@ -82,7 +84,8 @@ class MHBTState(NamedTuple):
      - **accepted** - number of accepted steps: 0 or 1 with ``steps_per_draw=1``.
      - **diverging** - whether a proposal's value was not finite, or its gradient not a
        number (it was rejected).
-     - **forward** - 1 if the last proposal was a forward move, 0 if backward.
+     - **forward** - 1 if the last proposal was a forward move, 0 if backward, and -1
+       if the last step did not move.
      - **temperature** - T = n / c_n.
      - **step_size**, **beta** - as used for the next draw.
      - **epoch_accept_prob** - running mean of ``accept_prob`` in the present epoch of a
@@ -96,7 +99,7 @@ class MHBTState(NamedTuple):
     z: dict[str, Any]
     batch: Batch
     log_density: jax.Array
-    z_grad: jax.Array
+    z_grad: Vector
     potential_energy: jax.Array
     noise_variance: jax.Array
     accept_prob: jax.Array
@@ -118,14 +121,26 @@ class MHBTState(NamedTuple):
 def to_point(state: MHBTState) -> tuple[Point, Callable]:
     """The state as the step sees it, and the way back from flat to named values."""
     point = Point(
-        flatten(state.z),
+        as_vector(state.z, state.z_grad),
         state.batch,
         state.log_density,
         state.z_grad,
         state.potential_energy,
         state.noise_variance,
     )
-    return point, ravel_pytree(state.z)[1]
+    return point, unraveller(state.z)
+
+
+def unraveller(z: dict[str, Any]) -> Callable[[Vector], dict[str, Any]]:
+    """From a vector to values named like ``z``."""
+    unravel = ravel_pytree(z)[1]
+    return lambda vector: vector.tree if isinstance(vector, Blocks) else unravel(vector)
+
+
+def num_params(state: MHBTState) -> int:
+    """Of a chain, unconstrained."""
+    values = sum(leaf.size for leaf in jax.tree.leaves(state.z))
+    return values // jnp.size(state.i)
 
 
 def from_point(point: Point, unravel: Callable) -> dict[str, Any]:

@@ -10,21 +10,20 @@ from jax import lax, random
 import jax.numpy as jnp
 
 from numpyro_mhbt.plates import Batch
-from numpyro_mhbt.proposals import Knobs, Proposal
-
-_FEW = 16  # parameters that tell whether a step was taken at all
+from numpyro_mhbt.proposals import Knobs, Move, Proposal
+from numpyro_mhbt.vectors import Vector, few
 
 
 class Point(NamedTuple):
     """A point (θ, I) of the augmented space, and what is known there."""
 
-    z: jax.Array
-    """θ, unconstrained and flat."""
+    z: Vector
+    """θ, unconstrained."""
     batch: Batch
     """I"""
     value: jax.Array
     """L_I(θ), the tempered log-density on the batch I."""
-    grad: jax.Array
+    grad: Vector
     """∇L_I(θ); zero where the proposal does not use it."""
     potential_energy: jax.Array
     noise_variance: jax.Array
@@ -76,57 +75,78 @@ def step(
 
     The value and gradient of the current point belong to *its* batch and are kept: to
     draw them anew after a rejection (``refresh``) is another chain with another target.
+    There a rejected move leaves a point whose value is forgotten, and the next step is
+    a look at it on the next batch, which goes nowhere.
 
-    :param refresh: whether to evaluate the current point anew after a rejection.
+    :param refresh: whether to forget the value of the current point after a rejection.
     :param pair: whether to look at the current θ on the new batch, too.
     :param next_key: ``rng_key`` of the next step, where data are read ahead.
     """
     draw, evaluate, proposal, knobs, mass_sqrt_inv, fetch = walk
     key_move, key_batch, key_accept = random.split(rng_key, 3)
     grad = whiten(mass_sqrt_inv, point.grad)
-    move = proposal.draw(key_move, grad, knobs)
+    looks = is_forgotten(point) if refresh else jnp.array(False)
+
+    def moves() -> tuple[Vector, Move]:
+        move = proposal.draw(key_move, grad, knobs)
+        return point.z + unwhiten(mass_sqrt_inv, move.displacement), move
+
+    def stays() -> tuple[Vector, Move]:
+        return point.z, jax.tree.map(jnp.zeros_like, jax.eval_shape(moves)[1])
+
+    z, move = lax.cond(looks, stays, moves)
     batch = draw(key_batch, point.batch)
     read = fetch(batch, None if next_key is None else random.split(next_key, 3)[1])
-    new = evaluate(point.z + unwhiten(mass_sqrt_inv, move.displacement), batch, read)
+    new = evaluate(z, batch, read)
 
+    new_grad = whiten(mass_sqrt_inv, new.grad)
     log_ratio = (
         new.value
         - point.value
-        + proposal.log_ratio(move, grad, whiten(mass_sqrt_inv, new.grad), knobs)
+        + lax.cond(
+            looks,
+            lambda: jnp.zeros_like(new.value),
+            lambda: proposal.log_ratio(move, grad, new_grad, knobs),
+        )
     )
     diverging = ~jnp.isfinite(new.value) | jnp.isnan(log_ratio)
     log_ratio = jnp.where(diverging, -jnp.inf, log_ratio)
     accepted = jnp.log(random.uniform(key_accept, dtype=log_ratio.dtype)) < log_ratio
 
     fresh = lax.cond(
-        pair | ~accepted if refresh else pair,
+        pair,
         lambda: evaluate(point.z, batch, read),
         lambda: point,
     )
     # A step lost to rounding leads nowhere, however surely it is taken: a chain of such
     # steps must look stuck, and steps must not be tuned to that length.
-    some = slice(None, None, max(point.z.size // _FEW, 1))
-    moved = jnp.any(new.z[some] != point.z[some])
+    moved = jnp.any(few(new.z) != few(point.z))
     info = Info(
         jnp.where(moved, accept_prob(log_ratio), 0.0),
-        accepted.astype(jnp.int32),
+        (accepted & ~looks).astype(jnp.int32),
         diverging,
-        move.forward.astype(jnp.int32),
+        jnp.where(looks, -1, move.forward.astype(jnp.int32)),
         fresh.noise_variance,
         jnp.where(moved, accept_prob(log_ratio + point.value - fresh.value), 0.0),
     )
-    kept = fresh if refresh else point
+    forgotten = jnp.full_like(point.value, -jnp.inf)
+    kept = point._replace(value=forgotten) if refresh else point
     # A branch, since XLA would decide anew for each element of a long vector.
     return lax.cond(accepted, lambda: new, lambda: kept), info
+
+
+def is_forgotten(point: Point) -> jax.Array:
+    """Whether the next step is to look at the point instead of moving on."""
+    return point.value == -jnp.inf
 
 
 def accept_prob(log_ratio: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(log_ratio), 0.0, jnp.exp(jnp.minimum(log_ratio, 0.0)))
 
 
-def whiten(mass_sqrt_inv: jax.Array, grad: jax.Array) -> jax.Array:
+def whiten(mass_sqrt_inv: jax.Array, grad: Vector) -> Vector:
     return mass_sqrt_inv @ grad if mass_sqrt_inv.ndim == 2 else mass_sqrt_inv * grad
 
 
-def unwhiten(mass_sqrt_inv: jax.Array, move: jax.Array) -> jax.Array:
+def unwhiten(mass_sqrt_inv: jax.Array, move: Vector) -> Vector:
     return whiten(mass_sqrt_inv.T, move)

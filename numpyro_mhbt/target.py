@@ -27,6 +27,7 @@ from numpyro_mhbt.disk import fetch, files_of
 from numpyro_mhbt.mesh import Placement, across, own_share
 from numpyro_mhbt.plates import Batch, Plate, Rows, plates_of, with_rows
 from numpyro_mhbt.step import Point
+from numpyro_mhbt.vectors import Vector, as_vector, flatten
 
 
 class Terms(NamedTuple):
@@ -209,7 +210,7 @@ def num_rows(sites: dict[str, dict[str, Any]], plates: tuple[Plate, ...]) -> flo
 def make_evaluate(
     model: Callable,
     data: Data,
-    unravel: Callable[[jax.Array], dict[str, Any]],
+    unravel: Callable[[Vector], dict[str, Any]],
     temperature: jax.Array,
     reference: Reference | None,
     *,
@@ -232,17 +233,19 @@ def make_evaluate(
     """
     correct = bias_correction and shows_noise(data.plates)
 
-    def objective(z: jax.Array, batch: Batch, data: Data) -> tuple[jax.Array, Point]:
+    def objective(
+        named: dict[str, Any], batch: Batch, data: Data
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
         seen = batch if reference is None else reference.join(batch)
 
-        def terms_at(z: jax.Array) -> Terms:
-            return log_terms(model, data, unravel(z), seen)
+        def rows_at(z: jax.Array) -> Rows:
+            return log_terms(model, data, unravel(z), seen).rows
 
-        terms = terms_at(z)
+        terms = log_terms(model, data, named, seen)
         rows = whole = terms.rows
         known = sure = jnp.zeros(())
         if reference is not None:
-            missed, known = remainder(rows, lambda z: terms_at(z).rows, reference, z)
+            missed, known = remainder(rows, rows_at, reference, flatten(named))
             rows, exact = reference.part(missed, batch)
             known += exact
             whole, sure = reference.part(whole, batch)
@@ -257,18 +260,17 @@ def make_evaluate(
         if correct:
             value -= noise / 2
         energy = -(terms.prior + terms.exact + sure + total(whole) + terms.log_det)
-        return value, Point(z, batch, value, jnp.zeros_like(z), energy, noise)
+        return value, (value, energy, noise)
 
-    def evaluate(z: jax.Array, batch: Batch, fetched: Data | None = None) -> Point:
+    def evaluate(z: Vector, batch: Batch, fetched: Data | None = None) -> Point:
         on_batch = partial(objective, batch=batch, data=fetched or fetch(data, batch))
         if not gradient:
-            return summed(on_batch(z)[1], ("value",))
-        (_, point), grad = jax.value_and_grad(on_batch, has_aux=True)(z)
-        return summed(point._replace(grad=grad), ("value", "grad"))
-
-    def summed(point: Point, known: tuple[str, ...]) -> Point:
-        fields = (*known, "potential_energy", "noise_variance")
-        parts = {name: getattr(point, name) for name in fields}
-        return point._replace(**across(data, parts))
+            value, energy, noise = across(data, on_batch(unravel(z))[1])
+            nothing = jax.tree.map(jnp.zeros_like, z)
+            return Point(z, batch, value, nothing, energy, noise)
+        # By site, since the gradient by slices of one long vector takes as long again.
+        (_, figures), by_site = jax.value_and_grad(on_batch, has_aux=True)(unravel(z))
+        (value, energy, noise), grad = across(data, (figures, as_vector(by_site, z)))
+        return Point(z, batch, value, grad, energy, noise)
 
     return evaluate

@@ -130,6 +130,54 @@ def test_beta_moves_once_an_epoch(steps_per_draw):
     assert beta[-1] < 25
 
 
+@pytest.mark.filterwarnings("ignore:MHBT")
+@pytest.mark.parametrize("chains", [1, 3])
+def test_a_rejected_move_is_followed_by_a_look(chains):
+    """With ``refresh`` the next step takes the next batch and stays where it is."""
+    kernel = MHBT(
+        model,
+        RSGLD(0.5, 2.0, forward_prob=0.5),
+        c_n=5,
+        control_variate=None,
+        on_reject="refresh",
+        adapt_step_size=False,
+    )
+    mcmc = MCMC(
+        kernel,
+        num_warmup=0,
+        num_samples=400,
+        num_chains=chains,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    names = ("accepted", "accept_prob", "forward", "batch", "log_density")
+    mcmc.run(random.key(0), Y, extra_fields=names)
+    found = mcmc.get_extra_fields(group_by_chain=True)
+    z = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"])
+    accepted, looks = np.asarray(found["accepted"]), np.asarray(found["forward"]) < 0
+    rejected = (accepted == 0) & ~looks
+    assert 0.1 < rejected.mean() < 0.45
+    assert np.array_equal(rejected[:, :-1], looks[:, 1:])
+    stays = np.all(z[:, 1:] == z[:, :-1], axis=-1)
+    assert np.array_equal(stays, accepted[:, 1:] == 0)
+    rows = np.asarray(found["batch"]["N"])
+    same_rows = np.all(rows[:, 1:] == rows[:, :-1], axis=-1)
+    assert np.array_equal(same_rows, rejected[:, 1:])
+    assert np.all(np.asarray(found["accept_prob"])[looks] == 0)
+    # Steps tell moves: a rejected one takes two.
+    share = accepted.mean()
+    assert 2 * share / (1 + share) == pytest.approx(
+        accepted.sum() / np.sum(~looks), abs=1 / 200
+    )
+    # What is known of a point after a look is its density on the new batch.
+    state = kernel.refresh(mcmc.last_state, (Y,), {})
+    known = np.isfinite(found["log_density"][:, -1])
+    assert np.array_equal(known, ~rejected[:, -1])
+    assert np.asarray(state.log_density).ravel()[known] == pytest.approx(
+        np.asarray(mcmc.last_state.log_density).ravel()[known], rel=1e-5
+    )
+
+
 def test_first_beta_is_found_where_the_chain_starts():
     """Far out, long steps against a small noise need a wide way back."""
     plan = BetaSchedule()

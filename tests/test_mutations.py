@@ -27,7 +27,7 @@ MUTANTS = {
     ),
     "batch drawn anew on rejection": (
         "step.py",
-        "    kept = fresh if refresh else point\n",
+        "    kept = point._replace(value=forgotten) if refresh else point\n",
         "    kept = evaluate(point.z, batch)\n",
         EVERY + "[walk-6.0]",
     ),
@@ -51,20 +51,20 @@ MUTANTS = {
     ),
     "gradient of the old batch on the way back": (
         "proposals.py",
-        "both = gain * (grad + new_grad)",
-        "both = gain * (grad + grad)",
+        "both = move.noise, grad + new_grad",
+        "both = move.noise, grad + grad",
         EVERY + "[SGLD-6.0]",
     ),
     "proposal density ignored": (
         "step.py",
-        "        + proposal.log_ratio(move, grad, ",
-        "        + 0 * proposal.log_ratio(move, grad, ",
+        "lambda: proposal.log_ratio(move, grad, ",
+        "lambda: 0 * proposal.log_ratio(move, grad, ",
         EVERY + "[SGLD-6.0]",
     ),
     "gradient not whitened": (
         "step.py",
-        "proposal.log_ratio(move, grad, whiten(mass_sqrt_inv, new.grad), knobs)",
-        "proposal.log_ratio(move, grad, new.grad, knobs)",
+        "    new_grad = whiten(mass_sqrt_inv, new.grad)",
+        "    new_grad = new.grad",
         "tests/test_exact.py::test_two_dimensions_with_a_mass_matrix[False]",
     ),
     "user's scale dropped": (
@@ -144,8 +144,9 @@ MUTANTS = {
     ),
     "sums subtracted instead of terms": (
         "proposals.py",
-        "along = jnp.sum(both * noise)",
-        "along = (jnp.sum((noise + both) ** 2) - jnp.sum(noise**2)) / 2 - half",
+        "along = gain * move.width * dot(both, noise)",
+        "along = (jnp.sum((move.width * noise + gain * both) ** 2)"
+        " - jnp.sum((move.width * noise) ** 2)) / 2 - half",
         "tests/test_proposals.py::test_single_precision_in_high_dimension[2.0-exact]",
     ),
     "rows overlap": (
