@@ -31,7 +31,7 @@ from training import Task, first_weights, start_mhbt, start_optax
 
 
 def measure(
-    data: Path | None, rate: float = 0.1, before: int = 3, repeats: int = 5
+    data: Path | None, rate: float = 0.1, before: int = 3, repeats: int = 9
 ) -> dict[str, float]:
     """
     :param before: epochs that are not counted.
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
     parser.add_argument("--data", type=Path, help=".npz; without it, downloaded")
     parser.add_argument("--rate", type=float, default=0.1)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     for name, value in measure(args.data, args.rate, repeats=args.repeats).items():
         print(f"{name}: {value:.2f}")

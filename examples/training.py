@@ -23,6 +23,7 @@ import warnings
 from flax import linen as nn
 import jax
 from jax import lax, random
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import matplotlib
 
@@ -38,7 +39,7 @@ from tqdm.auto import tqdm
 
 from numpyro_mhbt import MHBT, RSGLD, BetaSchedule
 from numpyro_mhbt.plates import draw_rows
-from numpyro_mhbt.vectors import Blocks, normal
+from numpyro_mhbt.vectors import flatten, normal
 
 COLORS = {"RSGLD": "C0", "SGD": "C1", "SGLD": "C2", "RMSprop": "C3", "Adam": "C4"}
 LOSSES = "softmax", "binary", "clipped"
@@ -207,8 +208,9 @@ def start_optax(
             updates, state = optimizer.update(grads, state, weights)
             weights = optax.apply_updates(weights, updates)
             if noise:
-                now = Blocks(weights)
-                weights = (now + noise * normal(key_noise, now)).tree
+                unravel = ravel_pytree(weights)[1]
+                flat = flatten(weights)
+                weights = unravel(flat + noise * normal(key_noise, flat))
             return (weights, state, key), None
 
         (*state, key), _ = lax.scan(step, carry, None, length=n // m)
