@@ -16,6 +16,10 @@ LOUD = 8.0
 _LEFTOVER = 0.5  # error of a log-density that is small enough
 _POWER = {-1: 2, 0: 1, 1: 0, 2: -1}  # of c_n that the noise variance grows with
 _MOST = 0.5  # of all rows, above which a batch is hardly one
+_CAUSE = (
+    "The usual cause are parameters that few rows inform: drop or pool those, or give "
+    "them a tighter prior."
+)
 
 
 def given(settings: Settings) -> str | None:
@@ -67,21 +71,26 @@ def nearer(
             f"An expansion is best at T = 1: leave out `{name}`. For draws at this T "
             "use `Taylor(order=0)`."
         )
-    cause = (
-        "The usual cause are parameters that few rows inform: drop or pool those, or "
-        "give them a tighter prior."
-    )
     if len(plates) != 1:
-        return f"Raise `subsample_size`. {cause}"
+        return f"Raise `subsample_size`. {_CAUSE}"
     # The third cumulant, the slowest of what is left over, falls like m^-2.
     times = max(variance / settings.target_noise, math.sqrt(leftover / _LEFTOVER))
     needed = batch_size(plates[0], times)
     if needed < _MOST * plates[0].size:
-        return f"Raise `subsample_size` to about {needed}. {cause}"
+        return f"Raise `subsample_size` to about {needed}. {_CAUSE}"
     return (
-        f"{cause} As it is, no small batch is enough for T = 1. `Taylor(order=0)` with "
-        "`temper_prior=False` finds the T > 1 that batches of this size allow."
+        f"{_CAUSE} As it is, no small batch is enough for T = 1. `Taylor(order=0)` "
+        "with `temper_prior=False` finds the T > 1 that batches of this size allow."
     )
+
+
+def reached(settings: Settings) -> str:
+    """What helps where chains have left the reference of an expansion."""
+    control = settings.control_variate
+    if settings.taylor_order == 2 and control and control.ref_params is None:
+        # That one is near the mode.
+        return f"The posterior is far from Gaussian around its mode. {_CAUSE}"
+    return f"Give a better one as `Taylor({settings.taylor_order}, ref_params=...)`."
 
 
 def batch_size(plate: Plate, times: float) -> int:

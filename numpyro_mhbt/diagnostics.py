@@ -17,6 +17,7 @@ from numpyro_mhbt.advice import (
     colder,
     loudness_at_one,
     quieter,
+    reached,
 )
 from numpyro_mhbt.convert import finished, temperature_of
 from numpyro_mhbt.settings import Settings
@@ -254,6 +255,5 @@ def _reference_problems(settings: Settings, state: MHBTState) -> list[str]:
         return []
     return [
         f"Chains are {math.sqrt(far):.2g} standard deviations per parameter away from "
-        "the reference of the control variate. Give a better one as "
-        f"`Taylor({settings.taylor_order}, ref_params=...)`."
+        f"the reference of the control variate. {reached(settings)}"
     ]

@@ -16,6 +16,7 @@ import pytest
 from scipy import stats
 
 from numpyro_mhbt import MHBT, SGLD, RandomWalk, Taylor, batch_report, prepare
+from numpyro_mhbt.advice import reached
 from numpyro_mhbt.control import Reference, remainder
 from numpyro_mhbt.passes import cumulants
 from numpyro_mhbt.plates import Plate, next_batch
@@ -539,8 +540,16 @@ class TestBatchReport:
         control = Taylor(1, ref_params={"mu": jnp.ones(D)})
         kernel = MHBT(gaussian, SGLD(), control_variate=control, temperature=1.0)
         mcmc = self.run(kernel)
-        with pytest.warns(UserWarning, match="away from the reference"):
+        with pytest.warns(UserWarning, match=r"away from the reference.*a better one"):
             batch_report(mcmc)
+
+    def test_a_reference_that_was_found_is_not_blamed(self):
+        found, given = (
+            MHBT(gaussian, control_variate=Taylor(2, params))._settings
+            for params in (None, {"mu": jnp.ones(D)})
+        )
+        assert "far from Gaussian" in reached(found)
+        assert "Give a better one as `Taylor(2, ref_params=...)`" in reached(given)
 
     def test_constant_coordinates_are_no_stuck_chain(self):
         def model(y):
