@@ -91,24 +91,17 @@ def step(
         move = proposal.draw(key_move, grad, knobs)
         return point.z + unwhiten(mass_sqrt_inv, move.displacement), move
 
-    def stays() -> tuple[Vector, Move]:
-        return point.z, jax.tree.map(jnp.zeros_like, jax.eval_shape(moves)[1])
-
-    z, move = lax.cond(looks, stays, moves)
+    z, move = lax.cond(looks, lambda: (point.z, _nothing(moves)[1]), moves)
     batch = draw(key_batch, point.batch)
     read = fetch(batch, None if next_key is None else random.split(next_key, 3)[1])
     new = evaluate(z, batch, read)
 
-    new_grad = whiten(mass_sqrt_inv, new.grad)
-    log_ratio = (
-        new.value
-        - point.value
-        + lax.cond(
-            looks,
-            lambda: jnp.zeros_like(new.value),
-            lambda: proposal.log_ratio(move, grad, new_grad, knobs),
-        )
-    )
+    def back_and_there() -> jax.Array:
+        new_grad = whiten(mass_sqrt_inv, new.grad)
+        return proposal.log_ratio(move, grad, new_grad, knobs)
+
+    densities = lax.cond(looks, lambda: _nothing(back_and_there), back_and_there)
+    log_ratio = new.value - point.value + densities
     diverging = ~jnp.isfinite(new.value) | jnp.isnan(log_ratio)
     log_ratio = jnp.where(diverging, -jnp.inf, log_ratio)
     accepted = jnp.log(random.uniform(key_accept, dtype=log_ratio.dtype)) < log_ratio
@@ -138,6 +131,11 @@ def step(
 def is_forgotten(point: Point) -> jax.Array:
     """Whether the next step is to look at the point instead of moving on."""
     return point.value == -jnp.inf
+
+
+def _nothing(make: Callable) -> Any:
+    """Zeros in place of what ``make`` returns."""
+    return jax.tree.map(jnp.zeros_like, jax.eval_shape(make))
 
 
 def accept_prob(log_ratio: jax.Array) -> jax.Array:

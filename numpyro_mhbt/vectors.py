@@ -8,6 +8,7 @@ Here is what XLA makes fast; short vectors go the usual way.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
 import math
 from typing import Any
@@ -70,7 +71,7 @@ def as_vector(tree: Any, like: Vector) -> Vector:
 
 def dot(a: Vector, b: Vector) -> jax.Array:
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return sum((jnp.sum(x.ravel() * y.ravel()) for x, y in pairs), jnp.zeros(()))
+    return reduce(jnp.add, (jnp.sum(x.ravel() * y.ravel()) for x, y in pairs))
 
 
 def few(vector: Vector) -> jax.Array:

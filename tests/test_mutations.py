@@ -57,14 +57,14 @@ MUTANTS = {
     ),
     "proposal density ignored": (
         "step.py",
-        "lambda: proposal.log_ratio(move, grad, ",
-        "lambda: 0 * proposal.log_ratio(move, grad, ",
+        "        return proposal.log_ratio(move, grad, ",
+        "        return 0 * proposal.log_ratio(move, grad, ",
         EVERY + "[SGLD-6.0]",
     ),
     "gradient not whitened": (
         "step.py",
-        "    new_grad = whiten(mass_sqrt_inv, new.grad)",
-        "    new_grad = new.grad",
+        "        new_grad = whiten(mass_sqrt_inv, new.grad)",
+        "        new_grad = new.grad",
         "tests/test_exact.py::test_two_dimensions_with_a_mass_matrix[False]",
     ),
     "user's scale dropped": (
