@@ -365,8 +365,9 @@ def plot(results: list[dict], path: str) -> None:
     d.set(xlabel="epoch", ylabel="mean acceptance", title="(d) acceptance of RSGLD")
     d.legend(fontsize=8)
     for axis in a, b, c:
-        for ticks in axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter:
-            ticks(ScalarFormatter())
+        axis.yaxis.set_major_formatter(ScalarFormatter())
+    for axis in a, b:
+        axis.yaxis.set_minor_formatter(ScalarFormatter())
     figure.tight_layout()
     figure.savefig(path, dpi=90)
 

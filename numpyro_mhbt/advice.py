@@ -16,9 +16,9 @@ LOUD = 8.0
 _LEFTOVER = 0.5  # error of a log-density that is small enough
 _POWER = {-1: 2, 0: 1, 1: 0, 2: -1}  # of c_n that the noise variance grows with
 _MOST = 0.5  # of all rows, above which a batch is hardly one
-_CAUSE = (
-    "The usual cause are parameters that few rows inform: drop or pool those, or give "
-    "them a tighter prior."
+CAUSE = (
+    "The usual cause is a parameter that few rows inform, or whose rows all have the "
+    "same outcome: drop it, pool it, or give it a tighter prior."
 )
 
 
@@ -72,14 +72,14 @@ def nearer(
             "use `Taylor(order=0)`."
         )
     if len(plates) != 1:
-        return f"Raise `subsample_size`. {_CAUSE}"
+        return f"Raise `subsample_size`. {CAUSE}"
     # The third cumulant, the slowest of what is left over, falls like m^-2.
     times = max(variance / settings.target_noise, math.sqrt(leftover / _LEFTOVER))
     needed = batch_size(plates[0], times)
     if needed < _MOST * plates[0].size:
-        return f"Raise `subsample_size` to about {needed}. {_CAUSE}"
+        return f"Raise `subsample_size` to about {needed}. {CAUSE}"
     return (
-        f"{_CAUSE} As it is, no small batch is enough for T = 1. `Taylor(order=0)` "
+        f"{CAUSE} As it is, no small batch is enough for T = 1. `Taylor(order=0)` "
         "with `temper_prior=False` finds the T > 1 that batches of this size allow."
     )
 
@@ -89,7 +89,7 @@ def reached(settings: Settings) -> str:
     control = settings.control_variate
     if settings.taylor_order == 2 and control and control.ref_params is None:
         # That one is near the mode.
-        return f"The posterior is far from Gaussian around its mode. {_CAUSE}"
+        return f"The posterior is far from Gaussian around its mode. {CAUSE}"
     return f"Give a better one as `Taylor({settings.taylor_order}, ref_params=...)`."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC
 
 from numpyro_mhbt.advice import (
+    CAUSE,
     COLD,
     allowed,
     batch_size,
@@ -29,6 +31,8 @@ from numpyro_mhbt.watch import ceiling, expansion_problems, problems
 _FAR = 25.0  # squared standard deviations per parameter
 _HOT = 10.0
 _R_HAT = 1.01
+_ALMOST = 1.1  # R-hat of chains that need no more than time
+_NAMED = 3  # coordinates
 
 
 @dataclass(frozen=True)
@@ -126,24 +130,33 @@ def batch_report(mcmc: MCMC) -> BatchReport:
     values = np.concatenate(flat, axis=2)
     draws_made = values.shape[0] * values.shape[1] * mcmc.thinning
     # Some coordinates are the same always, such as the zeros of a Cholesky factor.
-    values = values[..., values.std(axis=(0, 1)) > 0]
+    varies = values.std(axis=(0, 1)) > 0
+    values = values[..., varies]
     moved = values.size > 0 and np.all(values.std(axis=1) > 0)
     ess = float(np.min(effective_sample_size(values))) if moved else 0.0
-    r_hat = float(np.max(split_gelman_rubin(values))) if moved else math.inf
+    by_coordinate = split_gelman_rubin(values) if moved else np.full(1, math.inf)
+    r_hat = float(np.max(by_coordinate))
     shared = state.shared
     temperature = temperature_of(state)
     noise = float(np.median(state.mean_noise_variance))
     accept = np.ravel(state.mean_accept_prob)
     diverging = float(np.mean(state.mean_diverging))
+    worst = np.argsort(by_coordinate)[::-1][:_NAMED]
+    slowest = _names(draws, np.flatnonzero(varies)[worst]) if moved else []
     found = [
         *problems(settings, temperature, noise, accept, diverging),
         *expansion_problems(settings, shared, temperature),
-        *_mixing_problems(settings, temperature, noise, r_hat),
+        *_mixing_problems(settings, temperature, noise, r_hat, slowest),
         *_reference_problems(settings, state),
     ]
     inflation = _inflation(settings, temperature, noise, num_params(state))
     verdict = " ".join(found) or _heat(settings, shared, temperature, noise, inflation)
     if found:
+        if temperature > COLD:
+            verdict += (
+                f" And at T = {temperature:.4g} the draws aimed at are {inflation:.2g} "
+                "times wider than the posterior."
+            )
         warn(verdict)
     return BatchReport(
         num_rows=shared.num_rows,
@@ -209,19 +222,44 @@ def _heat(
     return text + " or ".join(ways) + " to reach T = 1."
 
 
+def _names(draws: dict[str, Any], places: np.ndarray) -> list[str]:
+    """Of coordinates, by where they stand among all of them."""
+    names = []
+    for place in places:
+        for site, values in sorted(draws.items()):
+            shape = values.shape[2:]
+            if place < math.prod(shape):
+                index = ", ".join(map(str, np.unravel_index(place, shape)))
+                names.append(f"{site}[{index}]" if shape else site)
+                break
+            place -= math.prod(shape)
+    return names
+
+
 def _mixing_problems(
-    settings: Settings, temperature: float, noise: float, r_hat: float
+    settings: Settings,
+    temperature: float,
+    noise: float,
+    r_hat: float,
+    slowest: list[str],
 ) -> list[str]:
     """Whether chains agree, and if not, what may help."""
     if r_hat < _R_HAT:
         return []
     text = f"Chains have not mixed: R-hat is {r_hat:.4g}. "
+    if r_hat < _ALMOST:
+        text = f"Chains have not mixed well yet: R-hat is {r_hat:.4g}. "
+    if slowest:
+        text += f"It is highest for {', '.join(slowest)}. "
     if noise > 2 * settings.target_noise:
         text += (
             f"Noise of variance {noise:.2g} keeps acceptance below "
             f"{ceiling(settings, noise):.2g}. {quieter(settings, temperature)}"
         )
-    elif settings.dense_mass:
+    elif settings.taylor_order > 0 and r_hat > _ALMOST:
+        # The expansion has told all correlations.
+        text += f"Draw more. {CAUSE}"
+    elif settings.dense_mass or settings.taylor_order > 0:
         text += "Draw more, or allow more warm-up."
     else:
         text += (
