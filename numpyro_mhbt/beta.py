@@ -28,7 +28,8 @@ def forward_acceptance(
     def probe(key: jax.Array) -> jax.Array:
         key_move, key_batch = random.split(key)
         move = forward.draw(key_move, grad, knobs)
-        there = point.z + unwhiten(mass_sqrt_inv, move.displacement)
+        displacement = forward.displacement(move, grad, knobs)
+        there = point.z + unwhiten(mass_sqrt_inv, displacement)
         new = evaluate(there, draw(key_batch, point.batch))
         new_grad = whiten(mass_sqrt_inv, new.grad)
 

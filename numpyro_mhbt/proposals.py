@@ -34,9 +34,8 @@ class Knobs(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A proposed displacement, and the noise in it."""
+    """What chance decides of a move."""
 
-    displacement: Vector
     noise: Vector
     """Z"""
     width: jax.Array
@@ -69,7 +68,9 @@ class Proposal(Protocol):
         """Above it a step size has no meaning."""
         ...
 
-    def draw(self, rng_key: jax.Array, grad: Vector, knobs: Knobs) -> Move: ...
+    def draw(self, rng_key: jax.Array, like: Vector, knobs: Knobs) -> Move: ...
+
+    def displacement(self, move: Move, grad: Vector, knobs: Knobs) -> Vector: ...
 
     def log_ratio(
         self, move: Move, grad: Vector, new_grad: Vector, knobs: Knobs
@@ -116,9 +117,12 @@ class RandomWalk:
         positive = callable(self.step_size) or self.step_size > 0
         _check(self, "step_size", positive, "positive")
 
-    def draw(self, rng_key: jax.Array, grad: Vector, knobs: Knobs) -> Move:
-        z = normal(rng_key, grad)
-        return Move(knobs.step_size * z, z, jnp.ones((), z.dtype), jnp.array(True))
+    def draw(self, rng_key: jax.Array, like: Vector, knobs: Knobs) -> Move:
+        width = jnp.ones((), like.dtype)
+        return Move(normal(rng_key, like), width, jnp.array(True))
+
+    def displacement(self, move: Move, grad: Vector, knobs: Knobs) -> Vector:
+        return knobs.step_size * move.noise
 
     def log_ratio(
         self, move: Move, grad: Vector, new_grad: Vector, knobs: Knobs
@@ -242,14 +246,16 @@ class RSGLD:
             self, "hastings", self.hastings in ("exact", "paper"), _CHOICE["hastings"]
         )
 
-    def draw(self, rng_key: jax.Array, grad: Vector, knobs: Knobs) -> Move:
+    def draw(self, rng_key: jax.Array, like: Vector, knobs: Knobs) -> Move:
         key_coin, key_noise = random.split(rng_key)
         forward = random.bernoulli(key_coin, self.forward_prob)
-        z = normal(key_noise, grad)
+        width = jnp.where(forward, 1.0, knobs.beta).astype(like.dtype)
+        return Move(normal(key_noise, like), width, forward)
+
+    def displacement(self, move: Move, grad: Vector, knobs: Knobs) -> Vector:
         scale, gain = self._scales(knobs)
-        drift = jnp.where(forward, gain, -gain) * grad
-        width = jnp.where(forward, 1.0, knobs.beta).astype(z.dtype)
-        return Move(scale * (drift + width * z), z, width, forward)
+        drift = jnp.where(move.forward, gain, -gain) * grad
+        return scale * (drift + move.width * move.noise)
 
     def log_ratio(
         self, move: Move, grad: Vector, new_grad: Vector, knobs: Knobs
@@ -269,18 +275,19 @@ class RSGLD:
         # Products of gradients, not of drifts: a new vector is a pass over memory.
         noise, both = move.noise, grad + new_grad
         half = 0.5 * gain**2 * dot(both, both)
-        along = gain * move.width * dot(both, noise)
         if self.forward_prob == 1:
-            return -along - half
-        shift = 2 * gain**2 * dot(both, grad)
+            return -gain * move.width * dot(both, noise) - half
+        there, size = dot(grad, noise), dot(grad, grad)
+        along = gain * move.width * (there + dot(new_grad, noise))
+        shift = 2 * gain**2 * (size + dot(new_grad, grad))
         near = jnp.where(move.forward, along, along - shift)
         far = jnp.where(move.forward, along + shift, along)
         log_forward = -near - half
         narrow = 1 / knobs.beta**2
         log_backward = narrow * (far - half)
         # |far|^2 / beta^2 - |near|^2 of the move itself
-        slope = gain * move.width * dot(grad, noise)
-        steep = gain**2 * dot(grad, grad)
+        slope = gain * move.width * there
+        steep = gain**2 * size
         spread = move.width**2 * dot(noise, noise)
         gap = (narrow - 1) * spread + 4 * jnp.where(
             move.forward, narrow * (slope + steep), slope - steep

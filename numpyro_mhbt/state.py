@@ -67,7 +67,8 @@ class MHBTState(NamedTuple):
      - **batch** - rows of each subsampled plate that ``z`` was accepted with.
      - **log_density** - tempered log-density of ``z`` on its batch, less the control
        variate, up to a constant.
-     - **z_grad** - its gradient, flat; by site where that is faster.
+     - **z_grad** - its gradient, flat; by site where that is faster. Like
+       ``log_density`` unknown after a rejection with ``on_reject="refresh"``.
      - **potential_energy** - minus the log-density of the full, untempered posterior as
        estimated on the batch.
      - **noise_variance** - variance of ``log_density`` over batches, as estimated on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -87,11 +88,13 @@ def step(
     grad = whiten(mass_sqrt_inv, point.grad)
     looks = is_forgotten(point) if refresh else jnp.array(False)
 
-    def moves() -> tuple[Vector, Move]:
-        move = proposal.draw(key_move, grad, knobs)
-        return point.z + unwhiten(mass_sqrt_inv, move.displacement), move
+    def moves() -> Move:
+        return proposal.draw(key_move, grad, knobs)
 
-    z, move = lax.cond(looks, lambda: (point.z, _nothing(moves)[1]), moves)
+    # What a branch returns is copied: of long vectors, as little as can be.
+    move = lax.cond(looks, lambda: _nothing(moves), moves)
+    displacement = proposal.displacement(move, grad, knobs)
+    z = _either(looks, point.z, point.z + unwhiten(mass_sqrt_inv, displacement))
     batch = draw(key_batch, point.batch)
     read = fetch(batch, None if next_key is None else random.split(next_key, 3)[1])
     new = evaluate(z, batch, read)
@@ -106,10 +109,13 @@ def step(
     log_ratio = jnp.where(diverging, -jnp.inf, log_ratio)
     accepted = jnp.log(random.uniform(key_accept, dtype=log_ratio.dtype)) < log_ratio
 
-    fresh = lax.cond(
+    def values(at: Point) -> tuple[jax.Array, jax.Array]:
+        return at.value, at.noise_variance
+
+    value, noise = lax.cond(
         pair,
-        lambda: evaluate(point.z, batch, read),
-        lambda: point,
+        lambda: values(evaluate(point.z, batch, read)),
+        lambda: values(point),
     )
     # A step lost to rounding leads nowhere, however surely it is taken: a chain of such
     # steps must look stuck, and steps must not be tuned to that length.
@@ -119,18 +125,21 @@ def step(
         (accepted & ~looks).astype(jnp.int32),
         diverging,
         jnp.where(looks, -1, move.forward.astype(jnp.int32)),
-        fresh.noise_variance,
-        jnp.where(moved, accept_prob(log_ratio + point.value - fresh.value), 0.0),
+        noise,
+        jnp.where(moved, accept_prob(log_ratio + point.value - value), 0.0),
     )
     forgotten = jnp.full_like(point.value, -jnp.inf)
-    kept = point._replace(value=forgotten) if refresh else point
-    # A branch, since XLA would decide anew for each element of a long vector.
-    return lax.cond(accepted, lambda: new, lambda: kept), info
+    kept = point._replace(value=forgotten, grad=new.grad) if refresh else point
+    return _either(accepted, new, kept), info
 
 
 def is_forgotten(point: Point) -> jax.Array:
     """Whether the next step is to look at the point instead of moving on."""
     return point.value == -jnp.inf
+
+
+def _either(condition: jax.Array, one: Any, other: Any) -> Any:
+    return jax.tree.map(partial(jnp.where, condition), one, other)
 
 
 def _nothing(make: Callable) -> Any:

@@ -27,7 +27,7 @@ MUTANTS = {
     ),
     "batch drawn anew on rejection": (
         "step.py",
-        "    kept = point._replace(value=forgotten) if refresh else point\n",
+        "    kept = point._replace(value=forgotten, grad=new.grad) if refresh else point\n",
         "    kept = evaluate(point.z, batch)\n",
         EVERY + "[walk-6.0]",
     ),
@@ -144,7 +144,7 @@ MUTANTS = {
     ),
     "sums subtracted instead of terms": (
         "proposals.py",
-        "along = gain * move.width * dot(both, noise)",
+        "along = gain * move.width * (there + dot(new_grad, noise))",
         "along = (jnp.sum((move.width * noise + gain * both) ** 2)"
         " - jnp.sum((move.width * noise) ** 2)) / 2 - half",
         "tests/test_proposals.py::test_single_precision_in_high_dimension[2.0-exact]",
