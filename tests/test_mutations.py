@@ -27,8 +27,8 @@ MUTANTS = {
     ),
     "batch drawn anew on rejection": (
         "step.py",
-        "    kept = point._replace(value=forgotten, grad=new.grad) if refresh else point\n",
-        "    kept = evaluate(point.z, batch)\n",
+        " = point._replace(value=forgotten, grad=new.grad) if refresh else point\n",
+        " = evaluate(point.z, batch)\n",
         EVERY + "[walk-6.0]",
     ),
     "normalising constant dropped": (

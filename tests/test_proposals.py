@@ -60,9 +60,7 @@ def test_log_ratio_is_that_of_the_mixture(dim):
                 new_grad = grad + 0.1 * scale * random.normal(keys[1], (dim,))
                 move = proposal.draw(keys[2], grad, knobs(proposal))
                 ours = proposal.log_ratio(move, grad, new_grad, knobs(proposal))
-                there = np.asarray(
-                    proposal.displacement(move, grad, knobs(proposal))
-                )
+                there = np.asarray(proposal.displacement(move, grad, knobs(proposal)))
                 expected = log_q(proposal, -there, np.asarray(new_grad)) - log_q(
                     proposal, there, np.asarray(grad)
                 )
