@@ -121,8 +121,11 @@ def kernel_loop(data: tuple, proposal: object, control: Taylor | None) -> tuple:
     return loop_of(MHBT(model, proposal, control_variate=control), data, STEPS)
 
 
-def loop_of(kernel: MHBT, data: tuple, steps: int) -> tuple:
-    state = kernel.init(random.key(1), 0, None, data, {})
+def loop_of(kernel: MHBT, data: tuple, steps: int, chains: int | None = None) -> tuple:
+    """Of one chain, or of vectorised ones."""
+    key = random.key(1)
+    keys = key if chains is None else random.split(key, chains)
+    state = kernel.init(keys, 0, None, data, {})
 
     def run(state: MHBTState, data: tuple) -> MHBTState:
         return lax.scan(

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax import lax, random
+from jax.custom_batching import custom_vmap
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
@@ -239,6 +240,19 @@ def following(i: jax.Array) -> jax.Array:
     return jnp.minimum(i, _LAST - 1) + 1
 
 
+@custom_vmap
+def of_all_chains(value: jax.Array) -> jax.Array:
+    """What all chains have alike, or that of the first: the same under ``vmap``."""
+    return value
+
+
+@of_all_chains.def_vmap
+def _(
+    axis_size: int, in_batched: list[bool], value: jax.Array
+) -> tuple[jax.Array, bool]:
+    return value[0], False
+
+
 def _rate_to_tune_by(info: Info, settings: Settings) -> jax.Array:
     """
     The acceptance rate without mini-batch noise, and without much of what diverges.
@@ -263,15 +277,17 @@ def _walk(state: MHBTState, settings: Settings, data: Data, evaluate: Callable) 
         # All ones, which cost a pass over long vectors each time.
         mass_sqrt_inv = jnp.ones((), mass_sqrt_inv.dtype)
 
+    def own(key: jax.Array) -> jax.Array:
+        return own_key(data, of_all_chains(key) if settings.share_batches else key)
+
     def draw(key: jax.Array, batch: Batch) -> Batch:
-        own = own_key(data, key)
-        return next_batch(own, batch, data.plates, settings.num_blocks)
+        return next_batch(own(key), batch, data.plates, settings.num_blocks)
 
     def fetch_batch(batch: Batch, next_key: jax.Array | None) -> Data:
         on = data._replace(params=state.shared.params)
         if next_key is None:
             return fetch(on, batch)
-        return fetch(on, batch, draw_batch(own_key(data, next_key), data.plates))
+        return fetch(on, batch, draw_batch(own(next_key), data.plates))
 
     return Walk(
         draw,

@@ -8,12 +8,18 @@ from typing import Any, Literal
 
 import jax
 from jax import lax
-from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
-from numpyro_mhbt.chain import adapt, evaluate_again, following, next_draw, start
+from numpyro_mhbt.chain import (
+    adapt,
+    evaluate_again,
+    following,
+    next_draw,
+    of_all_chains,
+    start,
+)
 from numpyro_mhbt.checks import check_names, check_sites, checked_start
 from numpyro_mhbt.control import Taylor
 from numpyro_mhbt.mesh import (
@@ -77,6 +83,11 @@ class MHBT(MCMCKernel):
         vanishes. Order 2 without it may have no proper target.
     :param int num_blocks: parts of the batch, of which each step draws one anew. The
         noise in the acceptance ratio falls by their number; the bias does not.
+    :param bool share_batches: whether chains of ``chain_method="vectorized"`` propose
+        with the same batches, whose rows are then gathered once for all: many chains
+        cost little more than a few. Each is as exact as on its own, but they are no
+        longer independent. Where noise is loud they err together, which R-hat and the
+        effective sample size do not see; at T = 1 with little noise it is nothing.
     :param int steps_per_draw: steps between two draws. They run in one compiled loop,
         which is cheaper than ``thinning`` with a progress bar.
     :param str on_reject: ``"keep"`` the batch of the current point, or ``"refresh"`` it
@@ -138,6 +149,7 @@ class MHBT(MCMCKernel):
         control_variate: Taylor | None = Taylor(order=0),  # noqa: B008 (frozen)
         bias_correction: bool = True,
         num_blocks: int = 1,
+        share_batches: bool = False,
         steps_per_draw: int = 1,
         on_reject: Literal["keep", "refresh"] = "keep",
         temper_prior: bool = True,
@@ -161,6 +173,7 @@ class MHBT(MCMCKernel):
             control_variate,
             bias_correction,
             num_blocks,
+            share_batches,
             steps_per_draw,
             on_reject,
             temper_prior,
@@ -307,17 +320,6 @@ class MHBT(MCMCKernel):
     def __getstate__(self) -> dict[str, Any]:
         compiled = ("_programs", "_jit_start")
         return {k: v for k, v in self.__dict__.items() if k not in compiled}
-
-
-@custom_vmap
-def of_all_chains(i: jax.Array) -> jax.Array:
-    """``i``, the same in all chains: under ``vmap`` a branch on it stays a branch."""
-    return i
-
-
-@of_all_chains.def_vmap
-def _(axis_size: int, in_batched: list[bool], i: jax.Array) -> tuple[jax.Array, bool]:
-    return i[0], False
 
 
 def _as_is(fn: Callable) -> Callable:

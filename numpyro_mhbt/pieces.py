@@ -15,8 +15,8 @@ from numpyro.infer.mcmc import _collect_and_postprocess, _laxmap
 from numpyro.util import is_prng_key
 from tqdm.auto import tqdm
 
+from numpyro_mhbt.chain import of_all_chains
 from numpyro_mhbt.identity import of_run, of_step
-from numpyro_mhbt.kernel import of_all_chains
 from numpyro_mhbt.mesh import find_placement
 from numpyro_mhbt.settings import Settings
 from numpyro_mhbt.setup import read

@@ -28,6 +28,7 @@ class Settings:
     control_variate: Taylor | None
     bias_correction: bool
     num_blocks: int
+    share_batches: bool
     steps_per_draw: int
     on_reject: Literal["keep", "refresh"]
     temper_prior: bool
@@ -65,6 +66,11 @@ class Settings:
                 f"{self.target_accept_prob}."
             )
         _check_count("num_blocks", self.num_blocks)
+        if self.share_batches and self.num_blocks > 1:
+            raise ValueError(
+                f"`share_batches=True` does not go with num_blocks={self.num_blocks}: "
+                "with blocks each chain keeps a part of a batch of its own."
+            )
         _check_count("steps_per_draw", self.steps_per_draw)
         if self.on_reject not in ("keep", "refresh"):
             raise ValueError(

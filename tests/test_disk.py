@@ -135,6 +135,18 @@ def count_calls(monkeypatch):
     return calls
 
 
+@pytest.mark.long_chains  # or XLA rounds a batch that it has gathered another way
+@pytest.mark.filterwarnings("ignore:MHBT")
+def test_shared_batches_are_read_once(arrays, files, monkeypatch):
+    make_kernel = partial(MHBT, model, c_n=50, share_batches=True)
+    calls = count_calls(monkeypatch)
+    several = {"num_chains": 3, "chain_method": "vectorized"}
+    same_draws(arrays, files, make_kernel, **several)
+    steps = [shape for shape in calls if shape[-1] == BATCH]
+    # The first batch of a chain is its own.
+    assert steps.count((3, BATCH)) <= 1 and steps.count((BATCH,)) > 40
+
+
 @pytest.mark.filterwarnings("ignore:MHBT")
 @pytest.mark.parametrize("order", [0, 2])
 def test_one_call_per_step_for_all_chains_and_files(files, order, monkeypatch):

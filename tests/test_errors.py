@@ -110,6 +110,10 @@ def run(kernel, *args, method="vectorized", num_chains=1, **options):
         ),
         (lambda: MHBT(regression, steps_per_draw=0), ["`steps_per_draw`", "got 0"]),
         (lambda: MHBT(regression, num_blocks=0), ["`num_blocks`", "got 0"]),
+        (
+            lambda: MHBT(regression, share_batches=True, num_blocks=2),
+            ["`share_batches=True`", "num_blocks=2"],
+        ),
         (lambda: MHBT(regression, target_noise=-1), ["`target_noise`", "got -1"]),
         (
             lambda: MHBT(regression, target_accept_prob=2),
