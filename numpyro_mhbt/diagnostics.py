@@ -151,6 +151,8 @@ def batch_report(mcmc: MCMC) -> BatchReport:
     ]
     inflation = _inflation(settings, temperature, noise, num_params(state))
     verdict = " ".join(found) or _heat(settings, shared, temperature, noise, inflation)
+    # Told once, after all that comes of it.
+    verdict = verdict.replace(f" {CAUSE}", "", max(verdict.count(CAUSE) - 1, 0))
     if found:
         if temperature > COLD:
             verdict += (

@@ -113,8 +113,8 @@ MUTANTS = {
     ),
     "value of another temperature kept": (
         "chain.py",
-        "        point = evaluate(point.z, point.batch)\n",
-        "        pass\n",
+        "point = now._replace(value=jnp.where(forgotten, point.value, now.value))",
+        "pass",
         "tests/test_control.py::test_value_is_that_of_the_present_temperature",
     ),
     "fourth moment for fourth cumulant": (
