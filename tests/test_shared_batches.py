@@ -21,7 +21,9 @@ def make_kernel(proposal, **options):
     return MHBT(model, PROPOSALS[proposal], c_n=6.0, **options)
 
 
-@pytest.mark.parametrize("proposal", ["walk", "beta1.5_coin0.5"])
+@pytest.mark.parametrize(
+    "proposal", [pytest.param("walk", marks=pytest.mark.slow), "beta1.5_coin0.5"]
+)
 def test_each_chain_is_exact(proposal):
     """Chains of a group err together, so that groups count, and not chains."""
     kernel, exact = make_kernel(proposal), Exact(6.0)
@@ -57,7 +59,7 @@ def test_each_chain_is_exact(proposal):
 
 
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("steps_per_draw", [1, 2])
+@pytest.mark.parametrize("steps_per_draw", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_chains_that_accept_together_have_the_same_batch(share, steps_per_draw):
     kernel = MHBT(
         model,
