@@ -122,8 +122,10 @@ def test_progress_bar_and_traced_arguments(arrays, files, capsys):
     same_draws(arrays, files, make_kernel, progress_bar=True, jit_model_args=True)
 
 
-def count_calls(monkeypatch):
-    """Of the host, by the number of rows asked for."""
+def reads_of_draws(kernel, files, monkeypatch):
+    """How many rows the host is asked for, call by call, in three draws of 4 chains."""
+    state = kernel.init(random.split(random.key(0), 4), 50, None, files, {})
+    sample = jax.jit(lambda state: kernel.sample(state, files, {}))
     calls = []
     fill = _Host._fill
 
@@ -132,6 +134,9 @@ def count_calls(monkeypatch):
         fill(self, context, out, *rows)
 
     monkeypatch.setattr(_Host, "_fill", counted)
+    for _ in range(3):
+        state = sample(state)
+    jax.block_until_ready(state)
     return calls
 
 
@@ -146,13 +151,7 @@ def test_shared_batches(arrays, files):
 
 @pytest.mark.filterwarnings("ignore:MHBT")
 def test_shared_batches_are_read_once(files, monkeypatch):
-    kernel = MHBT(model, c_n=50, share_batches=True)
-    state = kernel.init(random.split(random.key(0), 4), 50, None, files, {})
-    sample = jax.jit(lambda state: kernel.sample(state, files, {}))
-    calls = count_calls(monkeypatch)
-    for _ in range(3):
-        state = sample(state)
-    jax.block_until_ready(state)
+    calls = reads_of_draws(MHBT(model, c_n=50, share_batches=True), files, monkeypatch)
     assert [shape for shape in calls if shape[-1] == BATCH] == [(BATCH,)] * 3
 
 
@@ -160,12 +159,7 @@ def test_shared_batches_are_read_once(files, monkeypatch):
 @pytest.mark.parametrize("order", [0, 2])
 def test_one_call_per_step_for_all_chains_and_files(files, order, monkeypatch):
     kernel = MHBT(model, control_variate=Taylor(order=order), c_n=50)
-    state = kernel.init(random.split(random.key(0), 4), 50, None, files, {})
-    sample = jax.jit(lambda state: kernel.sample(state, files, {}))
-    calls = count_calls(monkeypatch)
-    for _ in range(3):
-        state = sample(state)
-    jax.block_until_ready(state)
+    calls = reads_of_draws(kernel, files, monkeypatch)
     steps = [shape for shape in calls if shape == (4, BATCH)]
     others = [shape for shape in calls if shape != (4, BATCH)]
     # In warm-up two points are evaluated on each batch. Once in 100 draws the files

@@ -100,6 +100,9 @@ def test_none_of_them_if_told():
     with pytest.warns(UserWarning, match="What Taylor.order=2. misses is too large"):
         mcmc = run(kernel, *rare_category(), num_warmup=10, num_samples=10)
     assert mcmc.last_state.shared.reference.always is None
+    with pytest.warns(UserWarning, match="misses.*Chains have not mixed") as caught:
+        batch_report(mcmc)
+    assert str(caught[0].message).count("The usual cause") == 1  # of both
 
 
 @pytest.mark.filterwarnings("ignore:MHBT. Chains have not mixed")
