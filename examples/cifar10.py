@@ -59,6 +59,7 @@ class Network(nn.Module):
 
 def main() -> None:
     parser = arguments(__doc__, "cifar10", RATES)
+    parser.add_argument("--rows", type=int, help="images to train with; else all")
     args = parser.parse_args()
     net = Network()
     if args.smoke:
@@ -66,7 +67,15 @@ def main() -> None:
         net = Network((4, 4, 4))
     found = made_up(32, 32, 3) if args.smoke else datasets.cifar10(args.data)
     x, y, x_test, y_test = map(jnp.asarray, found)
-    task = Task(net, (x, y), (x_test, y_test), SCALE, SCALE, args.loss, args.batch_size)
+    task = Task(
+        net,
+        (x[: args.rows], y[: args.rows]),
+        (x_test, y_test),
+        SCALE,
+        SCALE,
+        args.loss,
+        args.batch_size,
+    )
     shapes = jax.eval_shape(lambda: first_weights(random.key(0), task))
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     print(f"{count} weights; the paper says about 4e6 of the same layers")

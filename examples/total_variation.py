@@ -40,6 +40,7 @@ from tqdm.auto import tqdm
 from numpyro_mhbt import MHBT, RandomWalk, Taylor
 
 AT_ONCE = 1000
+CLOSE = 0.2
 STEP = {2: 2.0, 5: 1.05}  # standard deviations of the target, for acceptance near 0.3
 
 
@@ -86,6 +87,18 @@ def total_variation(draws: np.ndarray, exact: np.ndarray, bins: int) -> float:
     a, b = counts(draws), counts(exact)
     gaps = [abs(a.get(c, 0) - b.get(c, 0)) for c in a.keys() | b.keys()]
     return sum(gaps) / 2 / len(draws)
+
+
+def table(results: dict[str, dict]) -> str:
+    lines = [
+        f"| | steps until the distance is below {CLOSE} | acceptance |",
+        "| --- | --- | --- |",
+    ]
+    for name, result in results.items():
+        below = np.flatnonzero(np.array(result["distance"]) < CLOSE)
+        steps = below[0] if len(below) else "not yet"
+        lines.append(f"| {name} | {steps} | {result['acceptance']:.2f} |")
+    return "\n".join(lines)
 
 
 def plot(results: dict[str, dict], path: str) -> None:
@@ -175,6 +188,7 @@ def main() -> None:
             jax.clear_caches()
     Path(args.out).with_suffix(".json").write_text(json.dumps(results))
     plot(results, args.out)
+    print(table(results))
     print(f"saved {args.out}: {args.chains} chains")
 
 

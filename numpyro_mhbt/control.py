@@ -45,7 +45,8 @@ class Taylor:
         chains.
     :param int exact_rows: how many rows at most are part of every step, where orders 1
         and 2 would miss too much without them. ``None``: eight times as many as in
-        a batch. Of one subsampled plate in the memory of one device only.
+        a batch. Never more than a quarter of all rows. Of one subsampled plate in the
+        memory of one device only.
 
     >>> Taylor(order=2)
     Taylor(order=2, ref_params=None, exact_rows=None)

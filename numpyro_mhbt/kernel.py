@@ -85,7 +85,7 @@ class MHBT(MCMCKernel):
         noise in the acceptance ratio falls by their number; the bias does not.
     :param bool share_batches: whether chains of ``chain_method="vectorized"`` propose
         with the same batches, whose rows are then gathered once for all: many chains
-        cost little more than a few. Each is as exact as on its own, but they are no
+        take less than half the time. Each is as exact as on its own, but they are no
         longer independent. Where noise is loud they err together, which R-hat and the
         effective sample size do not see; at T = 1 with little noise it is nothing.
     :param int steps_per_draw: steps between two draws. They run in one compiled loop,
