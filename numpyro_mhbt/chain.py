@@ -16,6 +16,7 @@ from numpyro_mhbt.adaptation import Adapter, WarmupState
 from numpyro_mhbt.beta import first_beta, forward_acceptance, next_beta
 from numpyro_mhbt.checks import finite_sites
 from numpyro_mhbt.disk import fetch, reads_ahead
+from numpyro_mhbt.keys import quick
 from numpyro_mhbt.mesh import own_key, own_share
 from numpyro_mhbt.plates import Batch, draw_batch, is_subsampled, next_batch
 from numpyro_mhbt.proposals import BetaSchedule, Knobs
@@ -170,7 +171,8 @@ def next_draw(
 
     :param i: number of this draw, alike in all chains so that branches stay branches.
     """
-    state = _follow_schedules(state, settings)
+    key, usual = quick(state.rng_key)
+    state = _follow_schedules(state, settings)._replace(rng_key=key)
     point, unravel = to_point(state)
     evaluate = evaluator(settings, data, unravel, state.temperature, state.shared)
     if settings.temperature_schedule is not None:
@@ -233,6 +235,7 @@ def next_draw(
     )
     if settings.proposal.beta_schedule is not None:
         state = _follow_beta(settings.proposal.beta_schedule, state, settings, data, i)
+    state = state._replace(rng_key=usual(state.rng_key))
     return state, jnp.mean(_rate_to_tune_by(infos, settings))
 
 

@@ -19,9 +19,10 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_mhbt.keys import threefry
+
 _LONG = 10_000
 _FEW = 16
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 @jax.tree_util.register_dataclass
@@ -103,7 +104,7 @@ def _long_normal(rng_key: jax.Array, like: jax.Array) -> jax.Array:
     words = random.bits(rng_key, (2,), jnp.uint32)
 
     def make() -> jax.Array:
-        x, y = long_bits(words, even)
+        x, y = threefry(words, even)
         square = -2 * jnp.log(_unit(x) + np.float32(2**-25))
         # On half the circle, since the sine of the other half is that of this one.
         angle = np.float32(math.pi) * (_unit(y) - np.float32(0.5))
@@ -130,20 +131,6 @@ def _sine(x: jax.Array) -> jax.Array:
     for k in reversed(range(6)):
         series = series * x**2 + np.float32((-1) ** k / math.factorial(2 * k + 1))
     return series * x
-
-
-def long_bits(key: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """The two words whose ``x ^ y`` is ``random.bits`` of this threefry key."""
-    words = key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
-    x = jnp.full((size,), words[0])
-    y = lax.iota(jnp.uint32, size) + words[1]
-    for i in range(5):
-        for r in _ROTATIONS[i % 2]:
-            x = x + y
-            y = x ^ (y << np.uint32(r) | y >> np.uint32(32 - r))
-        x = x + words[(i + 1) % 3]
-        y = y + words[(i + 2) % 3] + np.uint32(i + 1)
-    return x, y
 
 
 def flatten(tree: Any) -> jax.Array:

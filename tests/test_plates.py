@@ -13,6 +13,7 @@ import pytest
 from scipy import stats
 
 from numpyro_mhbt import full_data
+from numpyro_mhbt.keys import quick
 from numpyro_mhbt.plates import _SORT_BELOW, draw_rows
 
 
@@ -88,11 +89,12 @@ def test_prediction_for_fewer_rows_than_a_batch():
     assert np.allclose(y, [[1, 10], [2, 20]], atol=1)
 
 
-def test_rows_are_drawn_once_and_not_for_each_column():
+@pytest.mark.parametrize("like", [lambda key: key, lambda key: quick(key)[0]])
+def test_rows_are_drawn_once_and_not_for_each_column(like):
     """A program that gathers with these rows and keeps them, as the kernel does."""
 
     def batch(key, x):
-        rows = draw_rows(key, len(x), 1000)
+        rows = draw_rows(like(key), len(x), 1000)
         return x[rows], rows
 
     program = jax.jit(batch).lower(random.key(0), jnp.zeros((10**5, 20))).compile()

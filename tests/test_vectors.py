@@ -14,18 +14,10 @@ from numpyro_mhbt.vectors import (
     dot,
     few,
     flatten,
-    long_bits,
     normal,
 )
 
 SIZE = 50_001
-
-
-def test_bits_are_those_of_threefry():
-    key = jnp.array([123, 2**32 - 5], jnp.uint32)
-    expected = random.bits(random.wrap_key_data(key), (SIZE,), jnp.uint32)
-    x, y = long_bits(key, SIZE)
-    assert np.array_equal(x ^ y, expected)
 
 
 @pytest.mark.parametrize("size", [SIZE, SIZE + 1])
