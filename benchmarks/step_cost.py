@@ -4,8 +4,8 @@ What a step costs, as a ratio to a bare ``value_and_grad`` of the same log-densi
 Logistic regression, d = 20, m = 1000. The bare step draws its rows with ``randint``
 and takes one gradient step; ours does all of Algorithm 1. All run in compiled loops,
 alternating, and the median of the ratios counts. ``randint`` costs more than our draw
-without replacement, so the bare step is also shown with our draw, and a step of optax's
-SGD with it, too.
+without replacement, so the bare step is also shown with our draw (and our keys, whose
+bits JAX makes faster), and a step of optax's SGD with it, too.
 
     python benchmarks/step_cost.py            # n = 10^5
     python benchmarks/step_cost.py --growth   # n = 10^4 to 10^7
@@ -29,6 +29,7 @@ from numpyro.infer.util import potential_energy
 import optax
 
 from numpyro_mhbt import MHBT, RSGLD, MHBTState, RandomWalk, Taylor
+from numpyro_mhbt.keys import quick
 from numpyro_mhbt.plates import draw_rows
 
 DIM, BATCH, STEPS = 20, 1000, 2000
@@ -55,7 +56,19 @@ def make_data(n: int) -> tuple[jax.Array, jax.Array]:
     return x, random.bernoulli(key_y, jax.nn.sigmoid(x @ w)).astype(x.dtype)
 
 
-def bare_loop(data: tuple, draw: Callable[[jax.Array, int], jax.Array]) -> tuple:
+def randint_rows(key: jax.Array, n: int) -> jax.Array:
+    return random.randint(key, (BATCH,), 0, n)
+
+
+def our_rows(key: jax.Array, n: int) -> jax.Array:
+    return draw_rows(key, n, BATCH)
+
+
+def bare_loop(
+    data: tuple,
+    draw: Callable[[jax.Array, int], jax.Array],
+    rng_key: jax.Array,
+) -> tuple:
     def body(data: tuple, carry: tuple, _: None) -> tuple:
         # The rows of the next step are drawn here and carried over: drawn where they
         # are used, XLA would fuse the draw into the gather and repeat it by column.
@@ -69,8 +82,8 @@ def bare_loop(data: tuple, draw: Callable[[jax.Array, int], jax.Array]) -> tuple
     def run(carry: tuple, data: tuple) -> tuple:
         return lax.scan(partial(body, data), carry, None, length=STEPS)[0]
 
-    rows = draw(random.key(0), len(data[1]))
-    return jax.jit(run), ((jnp.zeros(DIM), rows, random.key(1)), data)
+    rows = draw(rng_key, len(data[1]))
+    return jax.jit(run), ((jnp.zeros(DIM), rows, rng_key), data)
 
 
 def sgd_loop(data: tuple) -> tuple:
@@ -82,14 +95,14 @@ def sgd_loop(data: tuple) -> tuple:
         grad = jax.grad(lambda w: potential_energy(on_batch, data, {}, {"w": w}))(w)
         updates, state = optimizer.update(grad, state, w)
         key, key_rows = random.split(key)
-        rows = draw_rows(key_rows, len(data[1]), BATCH)
+        rows = our_rows(key_rows, len(data[1]))
         return (optax.apply_updates(w, updates), state, rows, key), None
 
     def run(carry: tuple, data: tuple) -> tuple:
         return lax.scan(partial(body, data), carry, None, length=STEPS)[0]
 
     w = jnp.zeros(DIM)
-    start = w, optimizer.init(w), jnp.zeros(BATCH, jnp.int32), random.key(1)
+    start = w, optimizer.init(w), jnp.zeros(BATCH, jnp.int32), quick(random.key(1))[0]
     return jax.jit(run), (start, data)
 
 
@@ -106,14 +119,14 @@ def many_gradients(data: tuple, k: int, own: bool, steps: int) -> tuple:
             over = (0, 0) if own else (0, None)
             grads = jax.vmap(partial(gradient, data), over)(w, rows)
             key, *keys = random.split(key, 1 + (k if own else 1))
-            draw = partial(draw_rows, n=len(data[1]), m=BATCH)
+            draw = partial(our_rows, n=len(data[1]))
             rows = jax.vmap(draw)(jnp.stack(keys)) if own else draw(keys[0])
             return (w - 1e-9 * grads, rows, key), None
 
         return lax.scan(body, carry, None, length=steps)[0]
 
     rows = jnp.zeros((k, BATCH) if own else BATCH, jnp.int32)
-    start = jnp.zeros((k, DIM)), rows, random.key(1)
+    start = jnp.zeros((k, DIM)), rows, quick(random.key(1))[0]
     return jax.jit(run), (start, data)
 
 
@@ -144,10 +157,10 @@ def seconds(loop: tuple[Callable, tuple]) -> float:
 
 def measure(n: int, repeats: int) -> tuple[float, dict[str, float]]:
     """Microseconds of the bare step, and the median ratios to it."""
-    data = make_data(n)
+    data, key = make_data(n), random.key(1)
     loops = {
-        "bare": bare_loop(data, lambda key, n: random.randint(key, (BATCH,), 0, n)),
-        "bare, our rows": bare_loop(data, lambda key, n: draw_rows(key, n, BATCH)),
+        "bare": bare_loop(data, randint_rows, key),
+        "bare, our rows": bare_loop(data, our_rows, quick(key)[0]),
         "optax SGD, our rows": sgd_loop(data),
     }
     loops |= {name: kernel_loop(data, *spec) for name, spec in KERNELS.items()}

@@ -37,11 +37,6 @@ import arviz as az
 import jax
 from jax import random
 import jax.numpy as jnp
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib.lines import Line2D
-import matplotlib.pyplot as plt
 from models import (
     Problem,
     covtype_logistic,
@@ -54,6 +49,7 @@ from models import (
 import numpy as np
 import numpyro
 from numpyro.infer import HMC, MCMC, NUTS, init_to_value
+from pictures import MEAN_CLOSE, SD_CLOSE, Row, close, plot_growth, plot_speed
 from reference import Reference, find_reference
 from samplers import NUTS_SECONDS, Sampler, every_sampler, of_kernel
 import step_cost
@@ -62,8 +58,6 @@ from numpyro_mhbt import MHBT, RSGLD, SGLD, RandomWalk, Taylor, full_data
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "examples"))
-MEAN_CLOSE, SD_CLOSE = 0.1, 0.1
-Row = dict[str, Any]
 ORDER = (
     "logistic",
     "student",
@@ -142,10 +136,6 @@ def effective_draws(z: np.ndarray) -> float:
     found = az.convert_to_dataset({"z": z[None]})
     kinds = ("bulk", "tail")
     return min(float(az.ess(found, method=kind)["z"].min()) for kind in kinds)
-
-
-def close(errors: tuple[float, float]) -> bool:
-    return errors[0] < 3 * MEAN_CLOSE and errors[1] < SD_CLOSE
 
 
 def speed(problem: Problem, args: argparse.Namespace) -> list[Row]:
@@ -234,47 +224,6 @@ def section_speed(args: argparse.Namespace) -> list[Row]:
         rows += speed(make(), args)
         publish(args, "speed", rows)  # so that a run cut short is not lost
     return rows
-
-
-def plot_speed(rows: list[Row], path: Path) -> None:
-    names = list(dict.fromkeys(f"{r['problem']}\nn = {r['n']:,}" for r in rows))
-    families = list(dict.fromkeys(r["sampler"] for r in rows))
-    figure, axes = plt.subplots(figsize=(6.5, 1.2 + 0.7 * len(names)))
-    for r in rows:
-        if r["ESS/s"] > 0:
-            place = families.index(r["sampler"])
-            y = names.index(f"{r['problem']}\nn = {r['n']:,}")
-            good = close((r["mean error, sd"], r["sd error"]))
-            axes.semilogx(
-                r["ESS/s"],
-                y + 0.7 * (place / max(len(families) - 1, 1) - 0.5),
-                "os^vDPX*"[place % 8],
-                color=f"C{place}",
-                mfc=f"C{place}" if good else "none",
-            )
-    handles = [
-        Line2D([], [], ls="", marker="os^vDPX*"[i % 8], color=f"C{i}", label=name)
-        for i, name in enumerate(families)
-    ]
-    handles.append(
-        Line2D(
-            [],
-            [],
-            ls="",
-            marker="o",
-            color="k",
-            mfc="none",
-            label="hollow: errors too large",
-        )
-    )
-    axes.legend(handles=handles, ncol=3, loc="upper right", bbox_to_anchor=(1, -0.1))
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    for y in np.arange(len(names) - 1) + 0.5:
-        axes.axhline(y, color="0.85", lw=0.8)
-    axes.set(xlabel="effective samples per second")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
 
 
 def section_settings(args: argparse.Namespace) -> list[Row]:
@@ -679,6 +628,12 @@ def write_table(out: Path, name: str, rows: list[Row]) -> None:
             plot_speed(rows, out / "speed.png")
 
 
+def draw_growth(out: Path) -> None:
+    results = read_results(out / "results.json")
+    if {"steps", "chains"} <= results.keys():
+        plot_growth(results["steps"], results["chains"], out / "growth.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
     parser.add_argument("--data", type=Path, help="folder of the real data")
@@ -694,6 +649,7 @@ def main() -> None:
         for name, rows in read_results(args.out / "results.json").items():
             if name != "machine":
                 write_table(args.out, name, rows)
+        draw_growth(args.out)
         return
     args.out.mkdir(parents=True, exist_ok=True)
     chosen = QUICK if args.quick else FOR_TARGETS if args.targets else SECTIONS
@@ -703,6 +659,7 @@ def main() -> None:
         publish(args, name, SECTIONS[name](args))
     with suppress(KeyError):  # not all that they ask for has been measured
         publish(args, "targets", targets(read_results(args.out / "results.json")))
+    draw_growth(args.out)
 
 
 if __name__ == "__main__":
