@@ -109,11 +109,18 @@ def first_weights(key: jax.Array, task: Task) -> dict:
 
 
 def start_mhbt(
-    task: Task, weights: dict, seed: int, *, rate: float, c_n: float
+    task: Task,
+    weights: dict,
+    seed: int,
+    *,
+    rate: float,
+    c_n: float,
+    beta: float | None = None,
 ) -> tuple[Callable, object]:
     """An epoch (from a state and the data to a state and figures), and the start."""
     proposal = RSGLD(
         rate,
+        beta,
         forward_prob=0.5,
         noise="paper",
         hastings="paper",
@@ -148,7 +155,7 @@ def start_mhbt(
 
 
 def train_mhbt(
-    task: Task, weights: dict, seed: int, epochs: int, **settings: float
+    task: Task, weights: dict, seed: int, epochs: int, **settings: float | None
 ) -> Iterator[tuple[dict, Epoch]]:
     """Weights and figures after each epoch."""
     epoch, state = start_mhbt(task, weights, seed, **settings)
@@ -233,13 +240,13 @@ def train_optax(
 
 
 def trainers(
-    rates: list[float], n: int, c_n: float
+    rates: list[float], n: int, c_n: float, beta: float | None
 ) -> dict[tuple[str, float], Trainer]:
     found: dict[tuple[str, float], Trainer] = {}
     for rate in rates:
         sgd = optax.sgd(rate)
         noise = (2 * rate) ** 0.5 / n
-        found["RSGLD", rate] = partial(train_mhbt, rate=rate, c_n=c_n)
+        found["RSGLD", rate] = partial(train_mhbt, rate=rate, c_n=c_n, beta=beta)
         found["SGD", rate] = partial(train_optax, optimizer=sgd)
         found["SGLD", rate] = partial(train_optax, optimizer=sgd, noise=noise)
     for name, rate, optimizer in (
@@ -381,6 +388,7 @@ def arguments(doc: str, name: str, rates: tuple[float, ...]) -> argparse.Argumen
     parser.add_argument("--methods", nargs="+", help="RSGLD, SGD, SGLD, RMSprop, Adam")
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--c-n", type=float, default=100.0)
+    parser.add_argument("--beta", type=float, help="the first; else found by itself")
     parser.add_argument("--loss", choices=LOSSES, default="softmax")
     parser.add_argument("--results", type=Path, default=Path(f"{name}.jsonl"))
     parser.add_argument("--resume", action="store_true", help="keep what is there")
@@ -409,7 +417,7 @@ def compare(task: Task, args: argparse.Namespace) -> None:
         args.results.unlink()
     done = {(r["method"], r["rate"], r["round"]) for r in results}
     for seed in range(args.rounds):
-        every = trainers(args.rates, len(task.train[1]), args.c_n)
+        every = trainers(args.rates, len(task.train[1]), args.c_n, args.beta)
         for (method, rate), train in every.items():
             if args.methods and method not in args.methods:
                 continue
