@@ -29,7 +29,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 import numpy as np
 import numpyro
 from numpyro.contrib.module import random_flax_module
@@ -366,11 +366,14 @@ def plot(results: list[dict], path: str) -> None:
         d.plot(epochs, run["forward"], color=color)
         d.plot(epochs, run["backward"], ":", color=color)
     c.set(xlabel="epoch", ylabel="β", title="(c) the course of β")
-    c.legend(fontsize=8)
+    if first:
+        c.legend(fontsize=8)
     d.plot([], [], "k-", label="forward")
     d.plot([], [], "k:", label="backward")
     d.set(xlabel="epoch", ylabel="mean acceptance", title="(d) acceptance of RSGLD")
     d.legend(fontsize=8)
+    for axis in b, c, d:
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axis in a, b, c:
         axis.yaxis.set_major_formatter(ScalarFormatter())
     for axis in a, b:
