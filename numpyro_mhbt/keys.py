@@ -36,18 +36,18 @@ def threefry(key: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 
 def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     words = jnp.stack(threefry(key, math.prod(shape)), -1)
-    return _once(words.reshape(*shape, 2))
+    return _whole(words.reshape(*shape, 2))
 
 
 def _bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
     if width != 32:
         return random.bits(_usual(key), shape, f"uint{width}")
     x, y = threefry(key, math.prod(shape))
-    return _once((x ^ y).reshape(shape))
+    return _whole((x ^ y).reshape(shape))
 
 
-def _once(bits: jax.Array) -> jax.Array:
-    """Made apart, lest XLA make them anew for each number that depends on them."""
+def _whole(bits: jax.Array) -> jax.Array:
+    """In one operation, lest XLA make one for each key or number that is taken out."""
     return lax.optimization_barrier(bits)
 
 
