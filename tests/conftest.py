@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 
 import jax
 import numpyro
@@ -20,6 +21,10 @@ QUICK = "--xla_cpu_use_fusion_emitters=false"
 
 
 def pytest_configure(config):
+    # ArviZ 0.23 writes a file once a day, and workers would race for it.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import arviz  # noqa: F401
     # Most of the time would go into compiling, and much of that the same programs.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         config.compiled = tempfile.mkdtemp()
