@@ -1,8 +1,8 @@
 """
 Random numbers of a step: those of JAX, bit by bit, each in one operation.
 
-On a CPU JAX makes a loop of some thirty operations of each call, and a step has seven
-calls: more time than all else that it does besides its gradient.
+On a CPU JAX makes a loop of each call, however few numbers are asked for, and a step
+has seven calls.
 """
 
 from __future__ import annotations
